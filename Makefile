@@ -1,0 +1,45 @@
+# Everything from a bare checkout: each target makes what it needs, and a second call starts at once.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test test-slow lint format clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/core          ## train a digit generator and show it: runs/digits/report.html
+	$(BIN)/ict train digits --overwrite
+	$(BIN)/ict sample runs/digits --count 80 --columns 10 --steps 1 --out runs/digits/one-step.png
+	$(BIN)/ict sample runs/digits --count 80 --columns 10 --steps 2 --out runs/digits/two-steps.png
+	@echo "Open runs/digits/report.html in a browser."
+
+test: $(VENV)/dev           ## the fast tests
+	$(BIN)/pytest -n 2
+
+test-slow: $(VENV)/dev      ## tests that train for minutes
+	$(BIN)/pytest -m slow
+
+lint: $(VENV)/dev           ## style, formatting and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyrefly check
+
+format: $(VENV)/dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) dist
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "ict needs Python 3.11 or newer; point to one with: make PYTHON=/path/to/python3.12 ..."; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp for what running needs, one for what developing needs.
+$(VENV)/core: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,176 @@
+"""The command line: parse, call, print. Torch is imported inside the commands that need it."""
+
+import errno
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ict.config import Config, ConfigError, load_recipe, parse_duration, require
+from ict.files import DamagedFile
+from ict.frontpage import COMMANDS, page
+from ict.recipes import find_recipe, list_recipes
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=page())
+
+RecipeArgument = Annotated[str, typer.Argument(help="A recipe's name, a path to a .toml, or the folder of a run.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key: --set training.batch=64.")
+]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto takes the GPU where there is one.")]
+
+
+def run_command() -> int:
+    """Run the command line; errors of the user's end with a message and exit code 2."""
+    try:
+        app()
+    except (ConfigError, DamagedFile) as error:
+        return fail(str(error))
+    except OSError as error:
+        return fail(explain(error))
+    except RuntimeError as error:
+        if type(error).__name__ != "TrainingFailed":  # known by name: importing it would load torch
+            raise
+        return fail(str(error), code=1)
+    return 0
+
+
+def fail(message: str, *, code: int = 2) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def explain(error: OSError) -> str:
+    what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{what}. Free some space, then go on with --resume; the last good checkpoint is still in place"
+    return what
+
+
+def read_recipe(recipe: str, overrides: list[str]) -> Config:
+    return load_recipe(find_recipe(recipe), overrides)
+
+
+@app.command(help=COMMANDS["train"])
+def train(
+    recipe: RecipeArgument,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; runs/NAME unless given.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Train for so many steps.")] = None,
+    images: Annotated[int | None, typer.Option(help="Train on so many images.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Train for so long: 90s, 3m, 1h30m.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run in the same folder.")] = False,
+    device: DeviceOption = "auto",
+    set_: SetOption = None,
+) -> None:
+    bounds = {"training.steps": steps, "training.images": images, "training.budget": budget}
+    given = [f"{key}={value}" for key, value in bounds.items() if value is not None]
+    require(len(given) <= 1, "--steps, --images and --budget exclude each other: bound the run by one of them")
+    if budget is not None:
+        parse_duration("--budget", budget)
+        given = [f'training.budget="{budget}"']
+    given += [] if seed is None else [f"seed={seed}"]
+    config = read_recipe(recipe, [*(set_ or []), *given])
+    if out is None:
+        out = Path(recipe) if (Path(recipe) / "recipe.toml").is_file() else Path("runs") / config.name
+
+    from ict.experiment import run
+
+    try:
+        run(config, out, device=device, resume=resume, overwrite=overwrite)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command(help=COMMANDS["sample"])
+def sample(
+    model: Annotated[Path, typer.Argument(help="A model file, or the folder of a run.")],
+    count: Annotated[int, typer.Option("--count", "-n", help="How many images.")] = 64,
+    steps: Annotated[int, typer.Option(help="Network calls an image.")] = 1,
+    sigmas: Annotated[
+        str | None, typer.Option(metavar="S1,S2,…", help="Noise levels of the calls, instead of --steps: 80,0.8.")
+    ] = None,
+    label: Annotated[str | None, typer.Option(help="Class of all images, by name or number.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same images.")] = 0,
+    out: Annotated[Path, typer.Option(help="A .png for one sheet, or a folder for single files.")] = Path(
+        "samples.png"
+    ),
+    columns: Annotated[int | None, typer.Option(help="Images in a row of the sheet.")] = None,
+    scale: Annotated[int | None, typer.Option(help="Pixels of the sheet for each pixel of an image.")] = None,
+    ema: Annotated[
+        float | None, typer.Option(help="Which of the run's averages; the recipe's first unless given.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Images computed at a time.")] = 256,
+    device: DeviceOption = "auto",
+) -> None:
+    ladder = parse_sigmas(sigmas) if sigmas else None
+    require(columns is None or columns >= 1, f"--columns {columns}: use at least 1")
+    require(scale is None or scale >= 1, f"--scale {scale}: use at least 1")
+
+    from rich.progress import Progress
+
+    from ict.experiment import pick_device
+    from ict.files import write_atomically
+    from ict.pictures import comfortable_scale, grid, png
+    from ict.sampling import load
+
+    generator = load(model, ema=ema, device=pick_device(device))
+    with Progress(transient=True) as bar:
+        task = bar.add_task("drawing", total=count)
+        images = generator.sample(
+            count, steps=steps, seed=seed, label=label, sigmas=ladder, batch=batch,
+            progress=lambda drawn: bar.update(task, completed=drawn),
+        )  # fmt: skip
+    if out.suffix.lower() == ".png":
+        sheet = grid(images, columns=columns, scale=scale or comfortable_scale(generator.spec.image_size))
+        write_atomically(out, png(sheet))
+    else:
+        digits = max(5, len(str(count - 1)))
+        for number, image in enumerate(images):
+            write_atomically(out / f"{number:0{digits}d}.png", png(grid(image[None], scale=scale or 1)))
+    print(f"{count} images: {out}")
+
+
+def parse_sigmas(text: str) -> list[float]:
+    try:
+        return [float(one) for one in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--sigmas {text}: give numbers with commas between them, like 80,0.8") from None
+
+
+@app.command(help=COMMANDS["report"])
+def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) -> None:
+    config = load_recipe(run / "recipe.toml")
+
+    from ict.data import load_images
+    from ict.evaluation.report import write_report
+
+    print(write_report(run, load_images(config.data)))
+
+
+@app.command(help=COMMANDS["info"])
+def info(
+    what: Annotated[str, typer.Argument(help="A recipe, a model file, or the folder of a run.")], set_: SetOption = None
+) -> None:
+    from rich.console import Console
+
+    from ict.info import describe_model, describe_recipe
+
+    if Path(what).is_file() and Path(what).suffix == ".safetensors":
+        require(not set_, "--set changes a recipe; a model file stays as it is")
+        Console().print(describe_model(Path(what)))
+    else:
+        Console().print(describe_recipe(read_recipe(what, set_ or [])))
+
+
+@app.command(help=COMMANDS["recipes"])
+def recipes() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("recipe", "about", box=None)
+    for name, path in list_recipes().items():
+        table.add_row(name, load_recipe(path).about)
+    Console().print(table)

@@ -1,0 +1,338 @@
+"""A recipe: frozen dataclasses <-> TOML. What it does not know it refuses, and says what was probably meant.
+
+Nothing here imports torch, so that the command line can check and print recipes at once.
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import json
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A recipe, path or option that cannot be used; the message names it and the fix."""
+
+
+def require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def choose(key: str, name: str, table: Mapping[str, T]) -> T:
+    """The entry of a family's dict that a recipe names."""
+    if name not in table:
+        raise ConfigError(f"{key} = {name!r} is not known{suggest(name, table)}; choose from {', '.join(table)}")
+    return table[name]
+
+
+def bind(function: Callable[..., T], section: Any) -> Callable[..., T]:
+    """Fill a function's keyword-only parameters from the keys of the same names in a section of the recipe."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and hasattr(section, p.name)]
+    return functools.partial(function, **{name: getattr(section, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """[data] What to learn."""
+
+    source: str = "digits"
+    image_size: int = 8
+    channels: int = 1
+    classes: int = 0  # how many classes the model is told apart by; 0: not conditioned on a class
+    flip: bool = False  # mirror half of the images
+
+    def __post_init__(self) -> None:
+        require(4 <= self.image_size <= 1024, f"data.image_size = {self.image_size}: use 4 to 1024 pixels")
+        require(self.channels in (1, 3), f"data.channels = {self.channels}: use 1 (grey) or 3 (colour)")
+        require(self.classes >= 0, f"data.classes = {self.classes}: use 0 (none) or the number of classes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseConfig:
+    """[noise] Noise levels and preconditioning (§2)."""
+
+    sigma_min: float = 0.002
+    sigma_max: float = 80.0
+    rho: float = 7.0
+    sigma_data: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("sigma_min", "sigma_max", "rho", "sigma_data"):
+            require(getattr(self, name) > 0, f"noise.{name} = {getattr(self, name)}: must be above 0")
+        require(
+            self.sigma_min < self.sigma_max,
+            f"noise.sigma_min = {self.sigma_min} must be below noise.sigma_max = {self.sigma_max}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetConfig:
+    """[net] The network F."""
+
+    kind: str = "unet"
+    channels: int = 64
+    multipliers: tuple[int, ...] = (1, 2)
+    blocks: int = 2
+    attention: tuple[int, ...] = ()  # sizes of the feature maps that get attention, in pixels
+    head_channels: int = 64
+    dropout: float = 0.0
+    embedding: str = "fourier"
+    fourier_scale: float = 0.02
+
+    def __post_init__(self) -> None:
+        require(self.channels >= 8 and self.channels % 8 == 0, f"net.channels = {self.channels}: use a multiple of 8")
+        require(
+            len(self.multipliers) > 0 and min(self.multipliers) > 0,
+            f"net.multipliers = {list(self.multipliers)}: give one whole number above 0 for each resolution",
+        )
+        require(self.blocks >= 1, f"net.blocks = {self.blocks}: use at least 1")
+        require(self.head_channels >= 1, f"net.head_channels = {self.head_channels}: use at least 1")
+        require(0 <= self.dropout < 1, f"net.dropout = {self.dropout}: use a rate from 0 to below 1")
+        require(self.fourier_scale > 0, f"net.fourier_scale = {self.fourier_scale}: must be above 0 (iCT: 0.02)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """[objective] What is minimised (§3)."""
+
+    kind: str = "ict"
+    curriculum: str = "exponential"
+    s0: int = 10
+    s1: int = 1280
+    index: str = "lognormal"
+    p_mean: float = -1.1
+    p_std: float = 2.0
+    weighting: str = "inverse_gap"
+    distance: str = "pseudo_huber"
+    c: float | None = None  # of pseudo_huber; left out: 0.00054 · √d
+
+    def __post_init__(self) -> None:
+        require(self.s0 >= 1, f"objective.s0 = {self.s0}: use at least 1")
+        require(
+            self.s0 <= self.s1,
+            f"objective.s0 = {self.s0} must not be above objective.s1 = {self.s1}: s0 is where N starts, s1 where it ends",
+        )
+        require(self.p_std > 0, f"objective.p_std = {self.p_std}: must be above 0")
+        require(self.c is None or self.c > 0, f"objective.c = {self.c}: must be above 0, or left out for 0.00054·√d")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """[training] How long and how. Exactly one of steps, images and budget bounds the run."""
+
+    steps: int | None = None
+    images: int | None = None
+    budget: str | None = None  # wall-clock time: "90s", "3m", "1h30m"
+    batch: int = 128
+    accumulate: int = 1  # how many pieces a batch is cut into to save memory
+    lr: float = 1e-4
+    lr_schedule: str = "constant"
+    lr_warmup: float = 0.0  # share of the run in which lr rises from 0
+    betas: tuple[float, ...] = (0.9, 0.999)
+    eps: float = 1e-8
+    ema: tuple[float, ...] = (0.9999,)  # decay rates, all kept; the first one is the model that is used
+    ema_ramp: float = 0.1  # a window never exceeds this share of the steps so far; 0 switches the ramp off
+    log_every: int = 50
+    snapshots: int = 8  # sample grids drawn on the way, evenly spread
+    save_every: int = 1000
+    keep: int = 2  # how many checkpoints stay
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("steps", "images", "budget") if getattr(self, name) is not None]
+        require(
+            len(given) <= 1, f"training.{' and training.'.join(given)} are both set: a run is bounded by one of them"
+        )
+        require(self.steps is None or self.steps >= 1, f"training.steps = {self.steps}: use at least 1")
+        require(self.images is None or self.images >= 1, f"training.images = {self.images}: use at least 1")
+        if self.budget is not None:
+            parse_duration("training.budget", self.budget)
+        require(self.batch >= 1, f"training.batch = {self.batch}: use at least 1")
+        require(
+            1 <= self.accumulate <= self.batch and self.batch % self.accumulate == 0,
+            f"training.accumulate = {self.accumulate} must divide training.batch = {self.batch}",
+        )
+        require(self.lr > 0, f"training.lr = {self.lr}: must be above 0")
+        require(0 <= self.lr_warmup < 1, f"training.lr_warmup = {self.lr_warmup}: a share of the run from 0 to below 1")
+        require(
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            f"training.betas = {list(self.betas)}: give two numbers from 0 to below 1",
+        )
+        require(self.eps > 0, f"training.eps = {self.eps}: must be above 0")
+        require(
+            len(self.ema) > 0 and all(0 <= rate < 1 for rate in self.ema) and len(set(self.ema)) == len(self.ema),
+            f"training.ema = {list(self.ema)}: give one or more different rates from 0 to below 1",
+        )
+        require(0 <= self.ema_ramp <= 1, f"training.ema_ramp = {self.ema_ramp}: a share from 0 to 1")
+        for name in ("log_every", "save_every", "keep"):
+            require(getattr(self, name) >= 1, f"training.{name} = {getattr(self, name)}: use at least 1")
+        require(0 <= self.snapshots <= 1000, f"training.snapshots = {self.snapshots}: use 0 (none) to 1000")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """[sampling] How the model is best used."""
+
+    sigma_mid: float = 0.821  # the last noise level of multistep sampling; 0.821 is the paper's for CIFAR-10
+
+    def __post_init__(self) -> None:
+        require(self.sigma_mid > 0, f"sampling.sigma_mid = {self.sigma_mid}: must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole recipe."""
+
+    name: str = "unnamed"
+    about: str = ""
+    seed: int = 0
+    data: DataConfig = field(default_factory=DataConfig)
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
+    net: NetConfig = field(default_factory=NetConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**63, f"seed = {self.seed}: use a whole number from 0 to 2^63 - 1")
+        require(
+            re.fullmatch(r"[\w][\w.-]*", self.name) is not None,
+            f"name = {self.name!r}: use letters, digits, '-', '_' and '.'; it names the run's folder",
+        )
+        require(
+            self.noise.sigma_min < self.sampling.sigma_mid < self.noise.sigma_max,
+            f"sampling.sigma_mid = {self.sampling.sigma_mid} must lie between noise.sigma_min = {self.noise.sigma_min} "
+            f"and noise.sigma_max = {self.noise.sigma_max}",
+        )
+
+
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
+
+
+def parse_duration(key: str, text: str) -> float:
+    """Seconds in "90s", "3m", "1h30m", "45"."""
+    found = _DURATION.fullmatch(text.strip().lower())
+    seconds = sum(float(n) * unit for n, unit in zip(found.groups(), (3600, 60, 1), strict=True) if n) if found else 0.0
+    require(seconds > 0, f"{key} = {text!r} is not a length of time: write it like 90s, 3m or 1h30m")
+    return seconds
+
+
+# --- TOML and dict -> dataclass
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
+    """Build a (nested) config dataclass; unknown keys and wrong types are errors that name the key."""
+    hints = typing.get_type_hints(cls)
+    arguments = {}
+    for key, value in values.items():
+        where = f"{path}{key}"
+        if key not in hints:
+            what = "section" if isinstance(value, Mapping) else "key"
+            raise ConfigError(f"unknown {what} {where!r}{suggest(key, hints)}; here are: {', '.join(sorted(hints))}")
+        arguments[key] = _convert(hints[key], value, where)
+    return cls(**arguments)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        require(isinstance(value, Mapping), f"{where} is a section: write [{where}] and its keys below it")
+        return from_dict(typing.cast(type, hint), value, f"{where}.")
+    if isinstance(hint, types.UnionType):  # only ever `T | None`
+        return None if value is None else _convert(typing.get_args(hint)[0], value, where)
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        require(isinstance(value, list | tuple), f"{where} = {value!r} must be a list of {_NAMES[item]}s")
+        return tuple(_convert(item, one, where) for one in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"{where} = {value!r} must be a {_NAMES[hint]}, not a {_NAMES.get(type(value), 'list')}")
+    require(hint is not float or abs(value) < float("inf"), f"{where} = {value!r} must be finite")
+    return value
+
+
+_NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "section", list: "list"}
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The plain dict of a config; keys that are left out (None) stay out, as TOML has no word for them."""
+    out = {}
+    for entry in dataclasses.fields(config):
+        value = getattr(config, entry.name)
+        if dataclasses.is_dataclass(value):
+            out[entry.name] = to_dict(value)
+        elif value is not None:
+            out[entry.name] = list(value) if isinstance(value, tuple) else value
+    return out
+
+
+def to_toml(config: Config) -> str:
+    """A recipe that reads back to the same config."""
+    values = to_dict(config)
+    top = [f"{key} = {_literal(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    sections = [
+        "\n".join([f"\n[{key}]", *(f"{name} = {_literal(one)}" for name, one in value.items())])
+        for key, value in values.items()
+        if isinstance(value, dict)
+    ]
+    return "\n".join([*top, *sections]) + "\n"
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(_literal(one) for one in value)}]"
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+
+
+def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Config:
+    """Read a recipe and apply `a.b=value` overrides."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a text file in UTF-8: a recipe is a .toml file") from error
+    for override in overrides:
+        _apply(values, override)
+    try:
+        return from_dict(Config, values)
+    except ConfigError as error:
+        raise ConfigError(f"{path.name}: {error}") from error
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    require(bool(equals and key.strip()), f"--set {override!r}: write it as section.key=value")
+    *sections, last = key.strip().split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        require(isinstance(values, dict), f"--set {override!r}: {section!r} is a value, not a section")
+    if text.strip().lower() == "none":
+        values.pop(last, None)
+        return
+    if last in BOUNDS:  # a new bound on the run replaces the recipe's
+        for other in BOUNDS:
+            values.pop(other, None)
+    try:
+        values[last] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        values[last] = text.strip()  # a bare word is text
+
+
+BOUNDS = ("steps", "images", "budget")

@@ -1,0 +1,57 @@
+"""What a person sees while a run goes on: a live line on a terminal, plain lines anywhere else."""
+
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from ict.training.loop import TrainState
+
+
+def format_time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+class TrainingDisplay:
+    """Shows images/s, N, loss and the time left; `show` is called once a step."""
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.bar = Progress(
+            TextColumn("[bold]{task.percentage:3.0f}%"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.bar.add_task("train", total=1.0, text="the first steps …")
+        self.started: tuple[float, float] | None = None  # (progress, seconds) when this process began
+        self.last: dict[str, Any] | None = None
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def show(self, state: TrainState, progress: float, record: dict[str, Any] | None) -> None:
+        self.started = self.started or (progress, state.seconds)
+        self.last = record or self.last
+        if self.last is None or (record is None and not self.console.is_terminal):
+            return
+        gained, spent = progress - self.started[0], state.seconds - self.started[1]
+        left = format_time((1 - progress) * spent / gained) if gained > 0 else "?"
+        text = (
+            f"step {state.step:,} · N {self.last.get('levels', '–')} · loss {self.last['loss']:.4g} · "
+            f"{self.last['images_per_second']:,.0f} images/s · {left} left"
+        )
+        if self.console.is_terminal:
+            self.bar.update(self.task, completed=progress, text=text)
+        elif record is not None:
+            self.console.print(f"{100 * progress:3.0f} %  {text}", highlight=False)

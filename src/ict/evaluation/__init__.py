@@ -1,0 +1,1 @@
+"""Judging a generator, and the page that shows it."""

@@ -1,0 +1,43 @@
+"""Writing files so that a crash leaves the old one or the new one, never half of one."""
+
+import hashlib
+import os
+from pathlib import Path
+
+
+class DamagedFile(Exception):
+    """A file of ours that cannot be read; the message says which and what is wrong with it."""
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file and wait until it is on the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file in one step; on an error (a full disk) the old one stays and nothing is left lying about."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        write_synced(temporary, data)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

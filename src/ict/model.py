@@ -1,0 +1,121 @@
+"""ConsistencyModel: a net F made into f(x, σ) that is the identity at σ_min (§2); and the file it is shared as."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from ict.config import Config, ConfigError, NetConfig, NoiseConfig, from_dict, to_dict
+from ict.files import DamagedFile
+from ict.nets import build_net
+
+
+class Scalings(NamedTuple):
+    """c_skip, c_out, c_in and c_noise of a batch of noise levels, each [B]."""
+
+    c_skip: Tensor
+    c_out: Tensor
+    c_in: Tensor
+    c_noise: Tensor
+
+
+def scalings(sigma: Tensor, *, sigma_min: float, sigma_data: float) -> Scalings:
+    """The preconditioning of §2: c_skip(σ_min) = 1 and c_out(σ_min) = 0, exactly."""
+    variance = sigma**2 + sigma_data**2
+    return Scalings(
+        c_skip=sigma_data**2 / ((sigma - sigma_min) ** 2 + sigma_data**2),
+        c_out=(sigma - sigma_min) * sigma_data * variance.rsqrt(),
+        c_in=variance.rsqrt(),
+        c_noise=0.25 * sigma.log(),
+    )
+
+
+class ConsistencyModel(nn.Module):
+    """f(x, σ) = c_skip(σ) x + c_out(σ) F(c_in(σ) x, c_noise(σ)) (§2).
+
+    All that surrounds the net keeps the precision of x and σ, whatever the net computes in.
+    """
+
+    def __init__(self, net: nn.Module, noise: NoiseConfig, *, image_shape: tuple[int, int, int], classes: int = 0):
+        super().__init__()
+        self.net, self.noise, self.image_shape, self.classes = net, noise, image_shape, classes
+
+    def forward(self, x: Tensor, sigma: Tensor, label: Tensor | None = None, key: Tensor | None = None) -> Tensor:
+        """x [B, C, H, W], σ [B] -> the clean image [B, C, H, W]; `key` [B] decides dropout in training mode."""
+        scaled = scalings(sigma, sigma_min=self.noise.sigma_min, sigma_data=self.noise.sigma_data)
+        c_skip, c_out, c_in = (c.to(x.dtype).reshape(-1, 1, 1, 1) for c in scaled[:3])
+        out = self.net(c_in * x, scaled.c_noise.to(torch.float32), label, key)
+        return c_skip * x + c_out * out.to(x.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """What a model file says beside its weights: enough to rebuild the net and to use it."""
+
+    image_size: int
+    channels: int
+    class_names: tuple[str, ...] = ()  # empty: not conditioned on a class
+    sigma_mid: float = 0.821
+    net: NetConfig = field(default_factory=NetConfig)
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
+
+    @classmethod
+    def from_config(cls, config: Config, class_names: tuple[str, ...]) -> "ModelSpec":
+        return cls(
+            image_size=config.data.image_size,
+            channels=config.data.channels,
+            class_names=class_names if config.data.classes else (),
+            sigma_mid=config.sampling.sigma_mid,
+            net=config.net,
+            noise=config.noise,
+        )
+
+
+def build_model(spec: ModelSpec, *, seed: int = 0) -> ConsistencyModel:
+    """A model with fresh weights: a function of the spec and the seed alone."""
+    classes = len(spec.class_names)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = build_net(spec.net, image_size=spec.image_size, channels=spec.channels, classes=classes)
+    shape = (spec.channels, spec.image_size, spec.image_size)
+    return ConsistencyModel(net, spec.noise, image_shape=shape, classes=classes)
+
+
+# --- the model file: safetensors, with the spec as JSON in its header
+
+FORMAT = "ict-model-1"
+
+
+def pack_model(spec: ModelSpec, weights: dict[str, Tensor], origin: dict[str, Any]) -> bytes:
+    """The bytes of a model file. `origin` says where the weights come from: run, step, EMA rate."""
+    header = {"format": FORMAT, "spec": json.dumps(to_dict(spec)), "origin": json.dumps(origin)}
+    return safetensors.torch.save({name: tensor.contiguous() for name, tensor in weights.items()}, metadata=header)
+
+
+def read_model(path: Path) -> tuple[ConsistencyModel, ModelSpec, dict[str, Any]]:
+    """The model of a file, in evaluation mode on the CPU, its spec and its origin."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no model at {path}") from None
+    except safetensors.SafetensorError as error:
+        raise DamagedFile(f"{path} is damaged or not a safetensors file ({error}); get or save it again") from error
+    if header.get("format") != FORMAT:
+        raise ConfigError(
+            f"{path} is not a model of this program (its format is {header.get('format')!r}, not {FORMAT!r}): "
+            "use a file that `ict train` wrote"
+        )
+    spec = from_dict(ModelSpec, json.loads(header["spec"]))
+    model = build_model(spec)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise DamagedFile(f"{path}: the weights do not fit the net that the file describes: {error}") from error
+    return model.eval(), spec, json.loads(header["origin"])

@@ -1,0 +1,15 @@
+"""Networks F(x, c_noise, label, key) and the dict that maps the name used in a recipe to the one that builds them."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from ict.config import NetConfig, choose
+from ict.nets.unet import UNet
+
+# (config, *, image_size, channels, classes) -> module; classes = 0 means no labels
+NETS: dict[str, Callable[..., nn.Module]] = {"unet": UNet}
+
+
+def build_net(config: NetConfig, *, image_size: int, channels: int, classes: int) -> nn.Module:
+    return choose("net.kind", config.kind, NETS)(config, image_size=image_size, channels=channels, classes=classes)

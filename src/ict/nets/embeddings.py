@@ -1,0 +1,50 @@
+"""How a net sees the noise level (§3.1): c_noise = ¼ ln σ, one number a sample -> a vector.
+
+Sensitivity is what matters: neighbouring levels of a fine grid differ by 0.001 in c_noise, and a net that answers
+wildly to that cannot be trained to be consistent.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ict.config import NetConfig
+
+
+class FourierEmbedding(nn.Module):
+    """[sin, cos](2π w c_noise) with frozen w ~ N(0, scale²); scale 16 in 2023, 0.02 in iCT."""
+
+    frequencies: Tensor
+
+    def __init__(self, width: int, *, scale: float = 0.02):
+        super().__init__()
+        self.register_buffer("frequencies", torch.randn(width // 2) * scale)
+
+    def forward(self, c_noise: Tensor) -> Tensor:
+        angle = 2 * math.pi * c_noise.float()[:, None] * self.frequencies.float()
+        return torch.cat((angle.sin(), angle.cos()), dim=1)
+
+
+class PositionalEmbedding(nn.Module):
+    """[cos, sin](1000 · c_noise · w) with w from 1 down to 1/10000: the transformer's embedding of a position."""
+
+    frequencies: Tensor
+
+    def __init__(self, width: int, *, max_period: float = 10_000.0):
+        super().__init__()
+        half = width // 2
+        frequencies = torch.exp(-math.log(max_period) * torch.arange(half, dtype=torch.float64) / half)
+        self.register_buffer("frequencies", frequencies.float(), persistent=False)
+
+    def forward(self, c_noise: Tensor) -> Tensor:
+        angle = 1000 * c_noise.float()[:, None] * self.frequencies.float()
+        return torch.cat((angle.cos(), angle.sin()), dim=1)
+
+
+# name in a recipe -> (width, config of the net) -> module
+EMBEDDINGS: dict[str, Callable[[int, NetConfig], nn.Module]] = {
+    "fourier": lambda width, config: FourierEmbedding(width, scale=config.fourier_scale),
+    "positional": lambda width, config: PositionalEmbedding(width),
+}

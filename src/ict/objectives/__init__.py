@@ -1,0 +1,16 @@
+"""What a step minimises: `(model, images, labels, step) -> Loss(per_sample, stats)`; the trainer takes the mean."""
+
+from collections.abc import Callable
+
+from ict.config import Config, choose
+from ict.objectives.base import Loss, Objective, Step
+from ict.objectives.ict import ImprovedConsistencyTraining
+
+OBJECTIVES: dict[str, Callable[[Config], Objective]] = {"ict": ImprovedConsistencyTraining}
+
+
+def build_objective(config: Config) -> Objective:
+    return choose("objective.kind", config.objective.kind, OBJECTIVES)(config)
+
+
+__all__ = ["OBJECTIVES", "Loss", "Objective", "Step", "build_objective"]

@@ -1,0 +1,31 @@
+"""The joint between the loop and a method: what a method is given, and what it gives back."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ict.model import ConsistencyModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Where in the run a batch is, and which draws are its own."""
+
+    seed: int
+    number: int  # of the optimiser's step: the counter of everything random
+    done: int  # progress is done / total: steps, or milliseconds when time bounds the run
+    total: int
+    samples: Tensor  # int64 [B]: the place of each sample in the whole batch of this step, over all ranks and pieces
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One loss a sample, and figures worth logging (each a number, or a tensor of one)."""
+
+    per_sample: Tensor
+    stats: dict[str, float]
+
+
+class Objective(Protocol):
+    def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss: ...

@@ -1,0 +1,148 @@
+"""Images out of noise: one network call, or several (§2)."""
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ict import rng
+from ict.config import ConfigError, NoiseConfig, require, suggest
+from ict.model import ConsistencyModel, ModelSpec, read_model
+from ict.rng import Stream
+
+
+def level_ladder(steps: int, noise: NoiseConfig, *, sigma_mid: float) -> list[float]:
+    """The noise levels of `steps` network calls: σ_max first, σ_mid last, evenly spaced in σ^(1/ρ) between."""
+    require(steps >= 1, f"steps = {steps}: use at least 1")
+    high, low = noise.sigma_max ** (1 / noise.rho), sigma_mid ** (1 / noise.rho)
+    inner = [(high + (low - high) * k / (steps - 1)) ** noise.rho for k in range(1, steps - 1)]
+    return [noise.sigma_max, *inner, *([sigma_mid] if steps > 1 else [])]
+
+
+def check_ladder(sigmas: Sequence[float], noise: NoiseConfig) -> None:
+    falling = all(a > b for a, b in itertools.pairwise(sigmas))
+    require(
+        len(sigmas) > 0 and falling and noise.sigma_min < sigmas[-1] and sigmas[0] == noise.sigma_max,
+        f"sigmas = {list(sigmas)}: give falling noise levels that start at {noise.sigma_max} and stay above "
+        f"{noise.sigma_min}",
+    )
+
+
+@torch.no_grad()
+def sample_numbers(
+    model: ConsistencyModel, numbers: Tensor, *, sigmas: Sequence[float], seed: int, labels: Tensor | None, clip: bool
+) -> Tensor:
+    """Images number `numbers` (int64 [B]) of a seed, one network call for each of the falling `sigmas` (§2).
+
+    x ← f(σ_max z, σ_max); then for each further level x ← f(x + √(σ² − σ_min²) z, σ), with fresh z every time. The
+    noise is a function of (seed, number, call), so an image does not depend on the batch it is drawn in.
+    """
+    x = torch.zeros(len(numbers), *model.image_shape, device=numbers.device)
+    for call, sigma in enumerate(sigmas):
+        z = rng.normal(numbers, model.image_shape, seed=seed, step=call, stream=Stream.SAMPLING)
+        scale = sigma if call == 0 else (sigma**2 - model.noise.sigma_min**2) ** 0.5
+        x = model(x + scale * z, torch.full((len(x),), sigma, device=x.device), labels)
+        x = x.clamp(-1, 1) if clip else x
+    return x
+
+
+class Generator:
+    """A trained model, ready to draw images: what `ict.load` returns."""
+
+    def __init__(self, model: ConsistencyModel, spec: ModelSpec, origin: dict[str, Any] | None = None):
+        self.model, self.spec, self.origin = model.eval(), spec, origin or {}
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def to(self, device: torch.device | str) -> "Generator":
+        self.model.to(device)
+        return self
+
+    def sample(
+        self,
+        n: int = 1,
+        *,
+        steps: int = 1,
+        seed: int = 0,
+        label: int | str | Sequence[int | str] | None = None,
+        sigmas: Sequence[float] | None = None,
+        batch: int = 256,
+        clip: bool = True,
+        progress: Callable[[int], object] | None = None,
+    ) -> Tensor:
+        """`n` images in [-1, 1] -> float32 [n, C, H, W], on the model's device.
+
+        `steps` network calls an image, or one for each of `sigmas` (falling, from σ_max). `label` is one class for
+        all images or one for each; a model with classes that is given none draws them at random. The same seed gives
+        the same images whatever `n` and `batch`. `progress` is called with the number of images drawn so far.
+        """
+        require(n >= 1, f"n = {n}: ask for at least 1 image")
+        require(batch >= 1, f"batch = {batch}: use at least 1")
+        require(0 <= seed < 2**63, f"seed = {seed}: use a whole number from 0 to 2^63 - 1")
+        ladder = list(sigmas) if sigmas is not None else self.ladder(steps)
+        check_ladder(ladder, self.spec.noise)
+        labels = self.labels(n, label, seed=seed)
+        images = []
+        for numbers in torch.arange(n, device=self.device).split(batch):
+            chosen = None if labels is None else labels[numbers]
+            images.append(sample_numbers(self.model, numbers, sigmas=ladder, seed=seed, labels=chosen, clip=clip))
+            if progress is not None:
+                progress(int(numbers[-1]) + 1)
+        return torch.cat(images)
+
+    def ladder(self, steps: int) -> list[float]:
+        return level_ladder(steps, self.spec.noise, sigma_mid=self.spec.sigma_mid)
+
+    def labels(self, n: int, label: int | str | Sequence[int | str] | None = None, *, seed: int = 0) -> Tensor | None:
+        """The class number of each of n images -> int64 [n], or None for a model without classes."""
+        names = self.spec.class_names
+        if not names:
+            require(label is None, "this model was trained without class labels: leave the label out")
+            return None
+        if label is None:
+            words = rng.words(torch.arange(n), 1, seed=seed, step=0, stream=Stream.LABEL)[:, 0]
+            return (words % len(names)).to(self.device)
+        asked = [label] * n if isinstance(label, int | str) else list(label)
+        require(len(asked) == n, f"{len(asked)} labels for {n} images: give one for each, or one for all")
+        return torch.tensor([class_number(one, names) for one in asked], device=self.device)
+
+
+def class_number(label: int | str, names: Sequence[str]) -> int:
+    """The number of a class that is given by its name, or by its number."""
+    if isinstance(label, str):
+        if label in names:
+            return list(names).index(label)
+        if not label.isdigit():
+            raise ConfigError(f"no class is called {label!r}{suggest(label, names)}: there are {', '.join(names)}")
+        label = int(label)
+    require(0 <= label < len(names), f"label = {label}: this model has classes 0 to {len(names) - 1}")
+    return label
+
+
+def find_model(path: Path, *, ema: float | None = None) -> Path:
+    """The model file that a path means: a file, a run's folder, or a checkpoint's folder."""
+    if path.is_file():
+        require(ema is None, f"{path} is one model file: give the run's folder to choose among its averages (--ema)")
+        return path
+    require(path.exists(), f"there is no model at {path}: give a model file or the folder of a run")
+    if ema is None and (path / "model.safetensors").is_file():
+        return path / "model.safetensors"
+    newest = sorted(path.glob("checkpoints/step-*"))
+    folder = newest[-1] if newest else path
+    rates = sorted(float(file.stem.removeprefix("ema-")) for file in folder.glob("ema-*.safetensors"))
+    require(bool(rates), f"{path} holds no model: give a model file or the folder of a run that has saved one")
+    if ema is None:
+        return folder / json.loads((folder / "checkpoint.json").read_text())["model"]
+    require(ema in rates, f"ema = {ema}: {folder} has the rates {', '.join(map(str, rates))}")
+    return folder / f"ema-{ema}.safetensors"
+
+
+def load(path: str | Path, *, ema: float | None = None, device: torch.device | str = "cpu") -> Generator:
+    """The generator in a model file, a run's folder (its newest model) or a checkpoint; `ema` picks an average."""
+    return Generator(*read_model(find_model(Path(path), ema=ema))).to(device)

@@ -1,0 +1,134 @@
+"""Checkpoints: a folder a step, written beside its place and moved there whole.
+
+RUN/checkpoints/step-00001000/
+    student.safetensors    the weights that are trained
+    ema-0.999.safetensors  each average, itself a model file
+    optimiser.pt           read back with weights_only=True
+    checkpoint.json        step, time, recipe and the SHA-256 of the other files; written last
+"""
+
+import io
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from ict.config import Config, ConfigError, to_dict
+from ict.files import DamagedFile, sha256, sync_folder, write_synced
+from ict.model import ModelSpec, pack_model
+from ict.training.loop import TrainState
+
+MANIFEST = "checkpoint.json"
+FORMAT = "ict-checkpoint-1"
+
+
+def average_name(decay: float) -> str:
+    return f"ema-{decay}.safetensors"
+
+
+def save_checkpoint(run: Path, state: TrainState, spec: ModelSpec, config: Config, extras: dict[str, Any]) -> Path:
+    """Write a checkpoint; on any error the earlier ones are untouched. Keeps the newest `training.keep`."""
+    final = run / "checkpoints" / f"step-{state.step:08d}"
+    partial = final.with_name(f".{final.name}.partial")
+    replaced = final.with_name(f".{final.name}.replaced")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        manifest = {
+            "format": FORMAT,
+            "step": state.step,
+            "model": average_name(state.averages[0].decay),
+            "seconds": state.seconds,
+            "recipe": to_dict(config),
+            "versions": {"torch": torch.__version__},
+            "extras": extras,
+            "files": {},
+        }
+        for name, data in _files(state, spec, config):
+            write_synced(partial / name, data)
+            manifest["files"][name] = sha256(data)
+        write_synced(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+        if final.exists():  # the same step again, after a resume from an older checkpoint
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        partial.rename(final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    sync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    for old in list_checkpoints(run)[: -config.training.keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def _files(state: TrainState, spec: ModelSpec, config: Config):
+    origin = {"run": config.name, "step": state.step}
+    yield "student.safetensors", pack_model(spec, state.model.state_dict(), {**origin, "ema": 0.0})
+    for average in state.averages:
+        yield average_name(average.decay), pack_model(spec, average.weights, {**origin, "ema": average.decay})
+    buffer = io.BytesIO()
+    torch.save(state.optimiser.state_dict(), buffer)
+    yield "optimiser.pt", buffer.getvalue()
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """Checkpoint folders, oldest first."""
+    return sorted(path for path in (run / "checkpoints").glob("step-*") if path.is_dir())
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest good checkpoint, and why each newer one was passed over."""
+
+    path: Path
+    manifest: dict[str, Any]
+    passed_over: list[str]
+
+
+def find_checkpoint(run: Path) -> Found:
+    passed_over: list[str] = []
+    for path in reversed(list_checkpoints(run)):
+        try:
+            return Found(path, check_checkpoint(path), passed_over)
+        except DamagedFile as error:
+            passed_over.append(str(error))
+    if passed_over:
+        raise ConfigError(
+            f"no checkpoint in {run} can be used; start the run anew with --overwrite:\n  " + "\n  ".join(passed_over)
+        )
+    raise ConfigError(f"there is no checkpoint in {run} to resume from: start without --resume")
+
+
+def check_checkpoint(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose every file is there and unchanged."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        files, form = manifest["files"], manifest["format"]
+    except FileNotFoundError:
+        raise DamagedFile(f"{path}: {MANIFEST} is missing") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedFile(f"{path}: {MANIFEST} cannot be read ({error})") from error
+    if form != FORMAT:
+        raise DamagedFile(f"{path}: written by another version (format {form!r}, not {FORMAT!r})")
+    for name, digest in files.items():
+        try:
+            data = (path / name).read_bytes()
+        except FileNotFoundError:
+            raise DamagedFile(f"{path}: {name} is missing") from None
+        if sha256(data) != digest:
+            raise DamagedFile(f"{path}: {name} is damaged (its SHA-256 is not the one in {MANIFEST})")
+    return manifest
+
+
+def restore(state: TrainState, found: Found) -> None:
+    """Put a checkpoint's weights, averages, optimiser and counters into a state."""
+    state.model.load_state_dict(safetensors.torch.load_file(found.path / "student.safetensors"))
+    for average in state.averages:
+        average.load(safetensors.torch.load_file(found.path / average_name(average.decay)))
+    state.optimiser.load_state_dict(torch.load(found.path / "optimiser.pt", weights_only=True, map_location="cpu"))
+    state.step, state.seconds = found.manifest["step"], found.manifest["seconds"]

@@ -1,0 +1,39 @@
+"""RAdam (appendix B) and learning rates as a function of progress."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ict.config import TrainingConfig, choose
+
+
+def constant(progress: float) -> float:
+    """The paper's choice."""
+    return 1.0
+
+
+def cosine(progress: float) -> float:
+    """From 1 down to 0 along half a wave."""
+    return (1 + math.cos(math.pi * progress)) / 2
+
+
+def trapezoid(progress: float) -> float:
+    """1 for the first 70 % of the run, then straight down to 0."""
+    return min(1.0, (1 - progress) / 0.3)
+
+
+# name in a recipe -> (progress from 0 to 1) -> factor of training.lr
+LR_SCHEDULES: dict[str, Callable[[float], float]] = {"constant": constant, "cosine": cosine, "trapezoid": trapezoid}
+
+
+def learning_rate(training: TrainingConfig, progress: float) -> float:
+    factor = choose("training.lr_schedule", training.lr_schedule, LR_SCHEDULES)(progress)
+    warmup = min(1.0, progress / training.lr_warmup) if training.lr_warmup > 0 else 1.0
+    return training.lr * factor * warmup
+
+
+def build_optimiser(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
+    beta1, beta2 = training.betas
+    return torch.optim.RAdam(model.parameters(), lr=training.lr, betas=(beta1, beta2), eps=training.eps, foreach=True)

@@ -1,0 +1,57 @@
+"""What a run will do, said before it starts: which N it reaches and when, and whether it is long enough for that."""
+
+from dataclasses import dataclass
+
+from ict.config import Config, choose
+from ict.curriculum import CURRICULA, stages
+from ict.training.budget import Budget
+
+# Adam's second moment needs many steps to follow the jump of the gradient at each doubling of N.
+SHORT_STAGE = 100
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stretches of constant N: (start, N), counted like the budget in steps or in milliseconds."""
+
+    stages: list[tuple[int, int]]
+    total: int
+    timed: bool
+    asked: int  # the N that the recipe wants to end with
+
+    @classmethod
+    def of(cls, config: Config, budget: Budget) -> "Plan":
+        section = config.objective
+        curriculum = choose("objective.curriculum", section.curriculum, CURRICULA)
+        _, total = budget.progress(0, 0.0)
+        found = list(stages(curriculum, total, s0=section.s0, s1=section.s1))
+        return cls(found, total, budget.steps is None, section.s1 + 1)
+
+    @property
+    def reached(self) -> int:
+        return self.stages[-1][1]
+
+    def describe(self) -> str:
+        """One line: where N starts and ends, and where it changes."""
+        unit = (lambda at: f"{at / 1000:.0f} s") if self.timed else (lambda at: f"step {at:,}")
+        first, last = self.stages[0][1], self.stages[-1]
+        if len(self.stages) == 1:
+            return f"N = {first} throughout"
+        if len(self.stages) > 12:
+            return f"N rises from {first} to {self.reached}, its last value from {unit(last[0])} on"
+        return f"N = {first}" + "".join(f" → {n} ({unit(start)})" for start, n in self.stages[1:])
+
+    def warning(self, *, steps: int | None = None) -> str | None:
+        """Why the run is too short for the N that it asks for, if it is; `steps` is an estimate when time bounds it."""
+        steps = steps if self.timed else self.total
+        if self.reached < self.asked:
+            return (
+                f"the run is too short for N = {self.asked}: it ends with N = {self.reached}; "
+                f"train longer or lower objective.s1"
+            )
+        if steps is not None and 1 < len(self.stages) <= 16 and steps / len(self.stages) < SHORT_STAGE:
+            return (
+                f"each of the {len(self.stages)} values of N gets only about {steps / len(self.stages):.0f} steps; "
+                f"below {SHORT_STAGE} the optimiser hardly settles: train longer or lower objective.s1"
+            )
+        return None

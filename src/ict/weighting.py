@@ -1,0 +1,20 @@
+"""λ(σ): how much a pair of noise levels counts (§3.1)."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def inverse_gap(sigma_low: Tensor, sigma_high: Tensor) -> Tensor:
+    """λ(σ_i) = 1 / (σ_{i+1} − σ_i) (§3.1): the choice of iCT."""
+    return 1 / (sigma_high - sigma_low)
+
+
+def uniform(sigma_low: Tensor, sigma_high: Tensor) -> Tensor:
+    """λ(σ_i) = 1: the choice of 2023."""
+    return torch.ones_like(sigma_low)
+
+
+# name in a recipe -> (sigma_low, sigma_high) -> λ per sample
+WEIGHTINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"inverse_gap": inverse_gap, "uniform": uniform}
