@@ -21,7 +21,7 @@ test-slow: $(VENV)/dev      ## tests that train for minutes
 lint: $(VENV)/dev           ## style, formatting and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyrefly check
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 format: $(VENV)/dev
 	$(BIN)/ruff check --fix

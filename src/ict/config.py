@@ -127,7 +127,7 @@ class ObjectiveConfig:
         require(self.s0 >= 1, f"objective.s0 = {self.s0}: use at least 1")
         require(
             self.s0 <= self.s1,
-            f"objective.s0 = {self.s0} must not be above objective.s1 = {self.s1}: s0 is where N starts, s1 where it ends",
+            f"objective.s0 = {self.s0} is above objective.s1 = {self.s1}: N rises from s0 + 1 to s1 + 1",
         )
         require(self.p_std > 0, f"objective.p_std = {self.p_std}: must be above 0")
         require(self.c is None or self.c > 0, f"objective.c = {self.c}: must be above 0, or left out for 0.00054·√d")
@@ -153,6 +153,7 @@ class TrainingConfig:
     snapshots: int = 8  # sample grids drawn on the way, evenly spread
     save_every: int = 1000
     keep: int = 2  # how many checkpoints stay
+    deterministic: bool = True  # on a GPU: only kernels that give the same bits every time
 
     def __post_init__(self) -> None:
         given = [name for name in ("steps", "images", "budget") if getattr(self, name) is not None]
@@ -272,7 +273,7 @@ _NAMES = {int: "whole number", float: "number", str: "text", bool: "true or fals
 
 def to_dict(config: Any) -> dict[str, Any]:
     """The plain dict of a config; keys that are left out (None) stay out, as TOML has no word for them."""
-    out = {}
+    out: dict[str, Any] = {}
     for entry in dataclasses.fields(config):
         value = getattr(config, entry.name)
         if dataclasses.is_dataclass(value):

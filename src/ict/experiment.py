@@ -1,6 +1,8 @@
 """One run from recipe to report: hangs log, samples, checkpoints and the page on the loop's yield."""
 
+import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +22,48 @@ from ict.training.log import RunLog
 from ict.training.loop import TrainState, new_state, train
 from ict.training.plan import Plan
 
+# What a run writes into its folder, and may replace there.
 OURS = ("recipe.toml", "log.jsonl", "model.safetensors", "report.html", "checkpoints", "samples")
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A run that is ready to go: all its parts are built, its folder is open."""
+
+    config: Config
+    folder: Path
+    images: Images
+    spec: ModelSpec
+    state: TrainState
+    budget: Budget
+    log: RunLog
+    console: Console
+    saved: int = 0  # step of the newest checkpoint
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.state.model.parameters()).device
+
+    def save(self) -> None:
+        """Write a checkpoint, unless this step has one."""
+        if self.saved != self.state.step:
+            save_checkpoint(self.folder, self.state, self.spec, self.config, {"log": self.log.state()})
+            self.saved = self.state.step
+
+    def generator(self) -> Generator:
+        """The first average as it is now."""
+        model = build_model(self.spec)
+        model.load_state_dict(self.state.averages[0].weights)
+        return Generator(model, self.spec).to(self.device)
+
+    def snapshot(self) -> None:
+        """Samples from the same noise every time, so that a row of snapshots shows one set of images appear."""
+        sheet = grid(self.generator().sample(32, seed=0), columns=8, scale=comfortable_scale(self.spec.image_size))
+        write_atomically(self.folder / "samples" / f"step-{self.state.step:08d}.png", png(sheet))
+
+    def warn(self, message: str | None) -> None:
+        if message:
+            self.console.print(f"[yellow]warning:[/] {message}", highlight=False)
 
 
 def run(
@@ -32,112 +75,95 @@ def run(
     overwrite: bool = False,
     console: Console | None = None,
 ) -> Path:
-    """Train a recipe in a folder, to the end of its budget; gives the path of the model file."""
+    """Train a recipe in a folder to the end of its budget; gives the path of the model file."""
     console = console or Console()
     budget = Budget.from_config(config.training)
-    plan = Plan.of(config, budget)
     images = load_images(config.data)
     spec = ModelSpec.from_config(config, images.class_names)
-    model = build_model(spec, seed=config.seed).to(pick_device(device))
+    place = pick_device(device)
+    if place.type == "cuda":
+        make_deterministic(config.training.deterministic)
+    state = new_state(config, build_model(spec, seed=config.seed).to(place))
+    plan = Plan.of(config, budget)
     found = open_folder(folder, config, resume=resume, overwrite=overwrite)
-    state = new_state(config, model)
     log = RunLog(folder / "log.jsonl", every=config.training.log_every, batch=config.training.batch)
     if found is not None:
         restore(state, found)
         log.resume(found.manifest["extras"]["log"], state.step)
-    announce(console, config, plan, state, images, found)
-    follow(config, folder, state, images, budget, log=log, plan=plan, spec=spec, console=console)
+    this = Run(
+        config=config, folder=folder, images=images, spec=spec, state=state, budget=budget, log=log, console=console,
+        saved=state.step,
+    )  # fmt: skip
+    announce(this, plan, found)
+    follow(this, plan)
 
-    write_atomically(folder / "model.safetensors", pack_average(config, state, spec))
+    average = state.averages[0]
+    origin = {"run": config.name, "step": state.step, "ema": average.decay}
+    write_atomically(folder / "model.safetensors", pack_model(spec, average.weights, origin))
     write_report(folder, images)
-    console.print(
-        f"[green]done[/] in {format_time(state.seconds)}: {folder / 'model.safetensors'}, {folder / 'report.html'}"
-    )
+    console.print(f"[green]done[/] in {format_time(state.seconds)}", highlight=False)
+    for name in ("model.safetensors", "report.html"):
+        console.print(f"  {folder / name}", highlight=False, soft_wrap=True)
     return folder / "model.safetensors"
 
 
-def follow(
-    config: Config,
-    folder: Path,
-    state: TrainState,
-    images: Images,
-    budget: Budget,
-    *,
-    log: RunLog,
-    plan: Plan,
-    spec: ModelSpec,
-    console: Console,
-) -> None:
+def follow(this: Run, plan: Plan) -> None:
     """Train to the end, and do at each step's yield what is due."""
-    training = config.training
-    saved = state.step
-
-    def save() -> None:
-        nonlocal saved
-        if saved != state.step:
-            save_checkpoint(folder, state, spec, config, {"log": log.state()})
-            saved = state.step
-
+    training, state, budget = this.config.training, this.state, this.budget
     done, total = budget.progress(state.step, state.seconds)
     first_step, first_done = state.step, done
     try:
-        with TrainingDisplay(console) as display:
-            for _ in train(config, state, images, budget):
+        with TrainingDisplay(this.console) as display:
+            for _ in train(this.config, state, this.images, budget):
                 before, (done, total) = done, budget.progress(state.step, state.seconds)
-                display.show(state, done / total, log.step(state))
+                display.show(state, done / total, this.log.step(state))
                 if before * training.snapshots // total < done * training.snapshots // total:
-                    write_snapshot(folder, state, spec)
+                    this.snapshot()
                 if state.step % training.save_every == 0:
-                    save()
+                    this.save()
                 if plan.timed and state.step == first_step + 20 and done > first_done:
-                    warn(console, plan.warning(steps=round(20 * total / (done - first_done))))
-            save()
+                    this.warn(plan.warning(steps=round(20 * total / (done - first_done))))
+        this.save()
     except KeyboardInterrupt:
-        save()
-        console.print(f"\nstopped at step {state.step:,} and saved; go on with: ict train {folder} --resume")
+        this.save()
+        this.console.print(
+            f"stopped at step {state.step:,} and saved; go on with: ict train {this.folder} --resume", soft_wrap=True
+        )
         raise
 
 
 def open_folder(folder: Path, config: Config, *, resume: bool, overwrite: bool) -> Found | None:
     """Make a run's folder ready: a new one, an old one emptied, or an old one to go on with."""
-    require(
-        not (resume and overwrite), "--resume and --overwrite exclude each other: go on with the run, or start anew"
-    )
-    held = [name for name in OURS if (folder / name).exists()]
+    require(not (resume and overwrite), "--resume and --overwrite exclude each other: go on with a run, or replace it")
+    held = [folder / name for name in OURS if (folder / name).exists()]
+    found = None
     if resume:
         found = find_checkpoint(folder)
         check_same(config, found)
     else:
-        found = None
         require(
             not held or overwrite,
             f"{folder} already holds a run: go on with --resume, replace it with --overwrite, or choose another --out",
         )
-        for name in held:
-            path = folder / name
+        for path in held:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "recipe.toml", to_toml(config).encode())
     return found
 
 
-# What a resumed run may change: how long it is, and what it writes on the way.
-FREE = {*BOUNDS, "log_every", "save_every", "snapshots", "keep"}
+# What a resumed run may change: how long it is, what it is called, and what it writes on the way.
+FREE = {"name", "about", *(f"training.{key}" for key in (*BOUNDS, "log_every", "save_every", "snapshots", "keep"))}
 
 
 def check_same(config: Config, found: Found) -> None:
     """A resumed run is the same run: every key that decides the result must be as it was."""
-    old, new = found.manifest["recipe"], to_dict(config)
+    old, new = flatten(found.manifest["recipe"]), flatten(to_dict(config))
     changed = [
-        f"{section}.{key}: {was.get(key)!r} then, {now.get(key)!r} now"
-        for section in sorted(new.keys() | old.keys())
-        if isinstance(new.get(section), dict)
-        for was, now in [(old.get(section, {}), new[section])]
-        for key in sorted(was.keys() | now.keys())
-        if was.get(key) != now.get(key) and not (section == "training" and key in FREE)
+        f"{key}: {old.get(key)!r} then, {new.get(key)!r} now"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and key not in FREE
     ]
-    if old.get("seed") != new["seed"]:
-        changed.append(f"seed: {old.get('seed')!r} then, {new['seed']!r} now")
     require(
         not changed,
         f"the recipe is not the one that {found.path} was trained with; resume with the same, or start a new run with "
@@ -145,48 +171,37 @@ def check_same(config: Config, found: Found) -> None:
     )
 
 
-def announce(
-    console: Console, config: Config, plan: Plan, state: TrainState, images: Images, found: Found | None
-) -> None:
+def flatten(values: dict, path: str = "") -> dict[str, object]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": value}
+    return flat
+
+
+def announce(this: Run, plan: Plan, found: Found | None) -> None:
     """Say what is about to happen, and what may go wrong with it."""
-    parameters = sum(p.numel() for p in state.model.parameters())
-    device = next(state.model.parameters()).device
-    conditional = f", {len(images.class_names)} classes" if config.data.classes else ""
-    console.print(
-        f"[bold]{config.name}[/]: {len(images):,} images of {images.describe()}{conditional}; "
-        f"{config.net.kind} of {parameters:,} parameters on {device}",
-        highlight=False,
-    )
-    console.print(f"noise levels: {plan.describe()}", highlight=False)
+    config = this.config
+    parameters = sum(p.numel() for p in this.state.model.parameters())
+    conditional = f", {config.data.classes} classes" if config.data.classes else ""
+    for line in (
+        f"[bold]{config.name}[/]: {len(this.images):,} images of {this.images.describe()}{conditional}; "
+        f"{config.net.kind} of {parameters:,} parameters on {this.device}",
+        f"noise levels: {plan.describe()}",
+        *([f"going on from {found.path}"] if found else []),
+    ):
+        this.console.print(line, highlight=False, soft_wrap=True)
     for reason in found.passed_over if found else []:
-        warn(console, f"passed over {reason}")
-    if found is not None:
-        console.print(f"going on from {found.path}", highlight=False)
-    warn(console, plan.warning())
+        this.warn(f"passed over {reason}")
+    this.warn(plan.warning())
 
 
-def warn(console: Console, message: str | None) -> None:
-    if message:
-        console.print(f"[yellow]warning:[/] {message}", highlight=False)
-
-
-def average_weights(state: TrainState, spec: ModelSpec) -> Generator:
-    """The first average of a run as a generator."""
-    model = build_model(spec)
-    model.load_state_dict(state.averages[0].weights)
-    return Generator(model, spec).to(next(state.model.parameters()).device)
-
-
-def pack_average(config: Config, state: TrainState, spec: ModelSpec) -> bytes:
-    average = state.averages[0]
-    return pack_model(spec, average.weights, {"run": config.name, "step": state.step, "ema": average.decay})
-
-
-def write_snapshot(folder: Path, state: TrainState, spec: ModelSpec) -> None:
-    """Samples from the same noise every time, so that a row of snapshots shows one set of images appear."""
-    images = average_weights(state, spec).sample(32, seed=0)
-    picture = grid(images, columns=8, scale=comfortable_scale(spec.image_size))
-    write_atomically(folder / "samples" / f"step-{state.step:08d}.png", png(picture))
+def make_deterministic(on: bool) -> None:
+    """Let a GPU use only kernels that give the same bits every time (a CPU always does), or any kernel."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(on, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore  # nothing here reads unwritten memory
+    torch.backends.cudnn.benchmark = not on
 
 
 def pick_device(name: str) -> torch.device:

@@ -10,11 +10,15 @@ class DamagedFile(Exception):
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and wait until it is on the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a new file and wait until it is on the disk. An error names the file and what it needs."""
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        size = f"{len(data) / 2**20:.1f} MiB"
+        raise OSError(error.errno, f"{error.strerror} (it needs {size})", str(path)) from error
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -28,7 +28,7 @@ def scalings(sigma: Tensor, *, sigma_min: float, sigma_data: float) -> Scalings:
     """The preconditioning of §2: c_skip(σ_min) = 1 and c_out(σ_min) = 0, exactly."""
     variance = sigma**2 + sigma_data**2
     return Scalings(
-        c_skip=sigma_data**2 / ((sigma - sigma_min) ** 2 + sigma_data**2),
+        c_skip=1 / (((sigma - sigma_min) / sigma_data) ** 2 + 1),  # σ_d²/((σ − σ_min)² + σ_d²) would round at σ_min
         c_out=(sigma - sigma_min) * sigma_data * variance.rsqrt(),
         c_in=variance.rsqrt(),
         c_noise=0.25 * sigma.log(),
@@ -93,7 +93,8 @@ FORMAT = "ict-model-1"
 
 def pack_model(spec: ModelSpec, weights: dict[str, Tensor], origin: dict[str, Any]) -> bytes:
     """The bytes of a model file. `origin` says where the weights come from: run, step, EMA rate."""
-    header = {"format": FORMAT, "spec": json.dumps(to_dict(spec)), "origin": json.dumps(origin)}
+    # One entry: safetensors writes several in random order, and the same model should be the same bytes.
+    header = {"ict": json.dumps({"format": FORMAT, "spec": to_dict(spec), "origin": origin})}
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in weights.items()}, metadata=header)
 
 
@@ -101,7 +102,7 @@ def read_model(path: Path) -> tuple[ConsistencyModel, ModelSpec, dict[str, Any]]
     """The model of a file, in evaluation mode on the CPU, its spec and its origin."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
+            header = json.loads((file.metadata() or {}).get("ict", "{}"))
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except FileNotFoundError:
         raise ConfigError(f"there is no model at {path}") from None
@@ -112,10 +113,10 @@ def read_model(path: Path) -> tuple[ConsistencyModel, ModelSpec, dict[str, Any]]
             f"{path} is not a model of this program (its format is {header.get('format')!r}, not {FORMAT!r}): "
             "use a file that `ict train` wrote"
         )
-    spec = from_dict(ModelSpec, json.loads(header["spec"]))
+    spec = from_dict(ModelSpec, header["spec"])
     model = build_model(spec)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise DamagedFile(f"{path}: the weights do not fit the net that the file describes: {error}") from error
-    return model.eval(), spec, json.loads(header["origin"])
+    return model.eval(), spec, header["origin"]

@@ -3,29 +3,37 @@
 import io
 import math
 
-import numpy as np
 from PIL import Image
 from torch import Tensor
 
 from ict.data import to_uint8
 
+GROUND = 24  # grey between the tiles
+
 
 def grid(images: Tensor, *, columns: int | None = None, scale: int = 1, gap: int = 2) -> Image.Image:
-    """A contact sheet of images in [-1, 1], or of uint8 pixels, row by row; each pixel becomes scale × scale."""
+    """A contact sheet of images in [-1, 1], or of uint8 pixels, row by row, each enlarged `scale` times (bicubic)."""
     pixels = to_uint8(images) if images.is_floating_point() else images
-    tiles = pixels.permute(0, 2, 3, 1).cpu().numpy().repeat(scale, axis=1).repeat(scale, axis=2)
-    n, height, width, channels = tiles.shape
-    columns = min(n, columns or math.ceil(math.sqrt(n)))
-    rows = -(-n // columns)
-    sheet = np.full((rows * (height + gap) - gap, columns * (width + gap) - gap, channels), 255, dtype=np.uint8)
+    tiles = [to_picture(one, scale=scale) for one in pixels]
+    width, height = tiles[0].size
+    columns = min(len(tiles), columns or math.ceil(math.sqrt(len(tiles))))
+    rows = -(-len(tiles) // columns)
+    ground = GROUND if tiles[0].mode == "L" else (GROUND,) * 3
+    sheet = Image.new(tiles[0].mode, (columns * (width + gap) - gap, rows * (height + gap) - gap), ground)
     for i, tile in enumerate(tiles):
-        top, left = i // columns * (height + gap), i % columns * (width + gap)
-        sheet[top : top + height, left : left + width] = tile
-    return Image.fromarray(sheet[:, :, 0] if channels == 1 else sheet)
+        sheet.paste(tile, (i % columns * (width + gap), i // columns * (height + gap)))
+    return sheet
+
+
+def to_picture(pixels: Tensor, *, scale: int = 1) -> Image.Image:
+    """uint8 [C, H, W] -> a picture."""
+    array = pixels.permute(1, 2, 0).cpu().numpy()
+    picture = Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
+    return picture if scale == 1 else picture.resize((picture.width * scale, picture.height * scale), Image.BICUBIC)
 
 
 def comfortable_scale(image_size: int, *, tile: int = 48) -> int:
-    """How often to repeat a pixel so that small images can be seen."""
+    """How much to enlarge small images so that they can be read."""
     return max(1, tile // image_size)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDTH, HEIGHT = 560, 260
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 14, 40
+LEFT, RIGHT, TOP, BOTTOM = 58, 22, 14, 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +72,18 @@ def _linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def _log_ticks(ys: Sequence[float]) -> list[float]:
-    """Numbers of the form 1, 2, 5 · 10^k around the data, thinned when there are many."""
+    """Round numbers around the data: the coarsest set of which at least three lie inside, or the finest."""
     low, high = min(ys), max(ys)
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if high / low < 200 else (1,)
-    ticks = [m * 10.0**k for k in decades for m in steps]
-    inside = [t for t in ticks if low / 1.001 <= t <= high * 1.001]
-    below, above = [t for t in ticks if t < low][-1:], [t for t in ticks if t > high][:1]
-    return inside if len(inside) >= 2 else below + inside + above
+    ticks: list[float] = []
+    inside: list[float] = []
+    decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    for mantissas in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
+        ticks = [m * 10.0**k for k in decades for m in mantissas]
+        inside = [tick for tick in ticks if low <= tick <= high]
+        if len(inside) >= 3:
+            break
+    below, above = [tick for tick in ticks if tick < low][-1:], [tick for tick in ticks if tick > high][:1]
+    return below + inside + above
 
 
 def _number(value: float) -> str:

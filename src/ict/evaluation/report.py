@@ -35,6 +35,9 @@ def write_report(run: Path, images: Images) -> Path:
         one=picture(one_step, "Samples in one step"),
         two=picture(draw(generator, steps=2), "Samples in two steps"),
         columns="Each column is one class. " if generator.spec.class_names else "",
+        enlarged=f"Shown {scale} times enlarged."
+        if (scale := comfortable_scale(generator.spec.image_size)) > 1
+        else "",
         sigma_mid=f"{generator.spec.sigma_mid:g}",
         nearest=nearest_panel(one_step, images),
         film=film_strip(run),
@@ -76,7 +79,7 @@ def embed(data: bytes, caption: str) -> str:
 def nearest(samples: Tensor, images: Images) -> tuple[Tensor, Tensor]:
     """For each sample the index of the training image at the least distance, and that distance (pixels in [-1, 1])."""
     a, b = (pixels.flatten(1).float() / 127.5 for pixels in (samples, images.pixels))
-    distance = torch.cdist(a, b)
+    distance = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")  # exact also where it is 0
     found = distance.min(dim=1)
     return found.indices, found.values
 

@@ -34,9 +34,13 @@ class Dropout(nn.Module):
 def dropout_mask(shape: torch.Size, key: Tensor, *, p: float, salt: int) -> Tensor:
     """True where an element is kept -> bool of `shape`; a 32-bit integer hash of (key, salt, element)."""
     elements = torch.arange(shape[1:].numel(), device=key.device, dtype=torch.int32).reshape(1, *shape[1:])
-    keys = _mix(key.to(torch.int32) + _signed(salt * 0x9E3779B9 + 0x7F4A7C15)).reshape(-1, *[1] * (len(shape) - 1))
-    hashed = _mix((elements * _signed(0x9E3779B1)) ^ keys)
-    return (hashed & 0xFFFFFF) >= round(p * 2**24)
+    keys = _mix(key.to(torch.int32) ^ _signed(_GOLDEN * (salt + 1))).reshape(-1, *[1] * (len(shape) - 1))
+    # Both sides are mixed before they meet: a plain product of `arange` would be folded by torch.compile into an index
+    # expression that leaves int32, and a plain xor would make the masks of some samples permutations of each other.
+    return (_mix(_mix(elements) ^ keys) & 0xFFFFFF) >= round(p * 2**24)
+
+
+_GOLDEN = 0x9E3779B9
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -40,7 +40,10 @@ class Upsample(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.interpolate(x, scale_factor=2, mode="nearest"))
+        b, c, height, width = x.shape
+        # Each pixel four times, by `expand`: the gradient of `interpolate` is not the same twice on a GPU.
+        x = x[:, :, :, None, :, None].expand(b, c, height, 2, width, 2).reshape(b, c, 2 * height, 2 * width)
+        return self.conv(x)
 
 
 class UNet(nn.Module):
@@ -112,8 +115,8 @@ def check_size(config: NetConfig, image_size: int) -> None:
     halvings = len(config.multipliers) - 1
     require(
         image_size % 2**halvings == 0 and image_size >= 2**halvings,
-        f"data.image_size = {image_size} cannot be halved {halvings} times, as the {len(config.multipliers)} entries of "
-        f"net.multipliers ask: use a multiple of {2**halvings}, or fewer multipliers",
+        f"data.image_size = {image_size} cannot be halved {halvings} times, once between two net.multipliers; "
+        f"use a multiple of {2**halvings}, or fewer multipliers",
     )
     sizes = [image_size >> level for level in range(halvings + 1)]
     for size in config.attention:

@@ -1,0 +1,17 @@
+import pytest
+import torch
+from helpers import tiny_config
+
+from ict.config import Config
+
+torch.set_num_threads(1)  # the tests run in several processes
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def tiny() -> Config:
+    return tiny_config()

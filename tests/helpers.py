@@ -1,0 +1,70 @@
+"""What several tests build on: a recipe that trains in a second, and nets whose answer is known."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ict.config import Config, NoiseConfig, from_dict
+from ict.model import ConsistencyModel, scalings
+from ict.objectives import Step
+
+TINY = {
+    "name": "tiny",
+    "data": {"source": "digits", "image_size": 8, "channels": 1, "classes": 10, "flip": True},
+    "net": {"channels": 8, "multipliers": [1, 2], "blocks": 1, "attention": [4], "dropout": 0.2},
+    "objective": {"s0": 2, "s1": 8},
+    "training": {
+        "steps": 12, "batch": 8, "lr": 1e-3, "ema": [0.9, 0.99], "log_every": 3, "save_every": 4, "snapshots": 2,
+        "keep": 10,
+    },
+}  # fmt: skip
+
+
+def tiny_config(**sections: dict) -> Config:
+    """The tiny recipe with some keys changed: tiny_config(training={"steps": 3})."""
+    values = {key: dict(value) if isinstance(value, dict) else value for key, value in TINY.items()}
+    for section, changes in sections.items():
+        values[section] = values.get(section, {}) | changes
+    return from_dict(Config, values)
+
+
+def step_of(batch: int, *, number: int = 0, done: int = 0, total: int = 100, seed: int = 0) -> Step:
+    return Step(seed=seed, number=number, done=done, total=total, samples=torch.arange(batch))
+
+
+class SpyNet(nn.Module):
+    """Returns zeros (times one parameter) and remembers what it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.calls: list[dict] = []
+
+    def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, key: Tensor | None = None) -> Tensor:
+        self.calls.append(
+            {"x": x, "c_noise": c_noise, "label": label, "key": key,
+             "training": self.training, "grad": torch.is_grad_enabled()}
+        )  # fmt: skip
+        return self.weight * 0 * x
+
+
+class GaussianNet(nn.Module):
+    """F such that f is the exact consistency function of data ~ N(0, s²): f(x, σ) = x √((s² + σ_min²)/(s² + σ²))."""
+
+    def __init__(self, s: float, noise: NoiseConfig) -> None:
+        super().__init__()
+        self.log_s = nn.Parameter(torch.tensor(math.log(s), dtype=torch.float64))
+        self.noise = noise
+
+    def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, key: Tensor | None = None) -> Tensor:
+        sigma = torch.exp(4 * c_noise.double())
+        c = scalings(sigma, sigma_min=self.noise.sigma_min, sigma_data=self.noise.sigma_data)
+        variance = torch.exp(2 * self.log_s)
+        shrink = torch.sqrt((variance + self.noise.sigma_min**2) / (variance + sigma**2))
+        slope = (shrink - c.c_skip) / c.c_out.clamp(min=1e-12)
+        return (slope / c.c_in).reshape(-1, 1, 1, 1) * x
+
+
+def gaussian_model(s: float, noise: NoiseConfig) -> ConsistencyModel:
+    return ConsistencyModel(GaussianNet(s, noise), noise, image_shape=(1, 8, 8))

@@ -1,0 +1,187 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ict import rng
+from ict.config import ConfigError, NetConfig
+from ict.nets import NETS, build_net
+from ict.nets.embeddings import FourierEmbedding, PositionalEmbedding
+from ict.nets.layers import Attention, Dropout, ResidualBlock, dropout_mask
+
+
+def net(*, size: int = 8, channels: int = 1, classes: int = 0, **config) -> nn.Module:
+    torch.manual_seed(0)
+    config = {"channels": 8, "multipliers": (1, 2), "blocks": 1, **config}
+    built = build_net(NetConfig(**config), image_size=size, channels=channels, classes=classes)
+    for parameter in built.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return built
+
+
+def keys(n: int, *, step: int = 0) -> torch.Tensor:
+    return rng.words(torch.arange(n), 1, seed=0, step=step, stream=rng.Stream.DROPOUT)[:, 0]
+
+
+@pytest.mark.parametrize("size", [8, 16, 28, 32, 64])
+@pytest.mark.parametrize("embedding", ["fourier", "positional"])
+def test_shapes(size, embedding):
+    out = net(size=size, channels=3, embedding=embedding, multipliers=(1, 2, 2), attention=(size // 2,))(
+        torch.randn(2, 3, size, size), torch.zeros(2)
+    )
+    assert out.shape == (2, 3, size, size)
+
+
+def test_a_fresh_net_answers_zero():
+    fresh = build_net(NetConfig(channels=8), image_size=8, channels=1, classes=0)
+    assert torch.equal(fresh(torch.randn(2, 1, 8, 8), torch.zeros(2)), torch.zeros(2, 1, 8, 8))
+
+
+@pytest.mark.parametrize("classes", [0, 10])
+def test_gradients_reach_every_parameter(classes):
+    built = net(classes=classes, attention=(4, 8), dropout=0.1, blocks=2)
+    label = torch.arange(10) if classes else None
+    built(torch.randn(10, 1, 8, 8), torch.randn(10), label, keys(10)).square().mean().backward()
+    silent = [n for n, p in built.named_parameters() if p.grad is None or p.grad.abs().max() == 0]
+    assert silent == []
+
+
+def test_labels_matter_and_are_required():
+    built = net(classes=10)
+    x, noise = torch.randn(1, 1, 8, 8).expand(2, 1, 8, 8), torch.zeros(2)
+    out = built(x, noise, torch.tensor([0, 1]))
+    assert not torch.allclose(out[0], out[1])
+    with pytest.raises(ValueError, match="class labels"):
+        built(x, noise)
+
+
+def test_attention_stands_where_asked():
+    def count(**config):
+        return sum(isinstance(m, Attention) for m in net(**config).modules())
+
+    assert count() == 0
+    assert count(attention=(8,)) == 1 + 1 + 2  # down, middle, up
+    assert count(attention=(4, 8)) == 2 + 2 + 4
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "message"),
+    [
+        ({"multipliers": (1, 2, 2, 2)}, 20, "cannot be halved 3 times"),
+        ({"attention": (16,)}, 8, "feature maps of 16"),
+        ({"kind": "unett"}, 8, "did you mean 'unet'"),
+        ({"embedding": "furier"}, 8, "did you mean 'fourier'"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(config, size, message):
+    with pytest.raises(ConfigError, match=message):
+        net(size=size, **config)
+
+
+# --- embeddings
+
+
+def sensitivity(embedding: nn.Module) -> float:
+    """Largest change of the embedding between neighbouring levels of the finest grid, per unit of its norm."""
+    from ict.noise import karras_sigmas
+
+    c_noise = 0.25 * karras_sigmas(1281).log().float()
+    out = embedding(c_noise)
+    return (out.diff(dim=0).norm(dim=1) / out[1:].norm(dim=1)).max().item()
+
+
+def test_fourier_embedding_is_the_published_one():
+    embedding = FourierEmbedding(256, scale=0.02)
+    assert embedding.frequencies.shape == (128,)
+    assert embedding.frequencies.std().item() == pytest.approx(0.02, rel=0.25)
+    assert "frequencies" in embedding.state_dict() and not list(embedding.parameters())  # frozen, but kept
+    out = embedding(torch.tensor([0.3]))[0]
+    angle = 2 * math.pi * 0.3 * embedding.frequencies
+    assert torch.allclose(out, torch.cat((angle.sin(), angle.cos())))
+
+
+def test_the_default_embedding_is_not_oversensitive():
+    """Fourier scale 16 (2023) tells neighbouring levels apart a hundred times too well (§3.1, Fig. 1a)."""
+    torch.manual_seed(0)
+    assert NetConfig().fourier_scale == 0.02
+    assert net().embed_noise.frequencies.abs().max() < 0.1
+    calm, wild = sensitivity(FourierEmbedding(256, scale=0.02)), sensitivity(FourierEmbedding(256, scale=16.0))
+    assert calm < 0.01 < 0.5 < wild
+
+
+def test_positional_embedding_scales_by_a_thousand():
+    embedding = PositionalEmbedding(8)
+    out = embedding(torch.tensor([0.25 * math.log(80)]))[0]
+    angle = 250 * math.log(80) * torch.tensor([1.0, 0.1, 0.01, 0.001])
+    assert torch.allclose(out, torch.cat((angle.cos(), angle.sin())), atol=1e-3)
+
+
+# --- dropout
+
+
+def test_the_same_keys_give_the_same_mask_and_other_keys_another():
+    built = net(dropout=0.3, blocks=2).train()
+    x, noise = torch.randn(4, 1, 8, 8), torch.zeros(4)
+    first = built(x, noise, None, keys(4))
+    torch.manual_seed(99)  # the global generator has no say
+    assert torch.equal(built(x, noise, None, keys(4)), first)
+    assert not torch.equal(built(x, noise, None, keys(4, step=1)), first)
+    assert torch.equal(built(x[2:], noise[2:], None, keys(4)[2:]), first[2:]) or torch.allclose(
+        built(x[2:], noise[2:], None, keys(4)[2:]), first[2:], atol=1e-5
+    )
+
+
+def test_masks_are_kept_at_the_asked_rate_and_independent():
+    shape = torch.Size((64, 8, 16, 16))
+    mask = dropout_mask(shape, keys(64), p=0.3, salt=0).double()
+    assert mask.mean().item() == pytest.approx(0.7, abs=0.004)  # 3 standard errors
+    assert mask.flatten(1).mean(dim=1).std().item() == pytest.approx(math.sqrt(0.21 / 2048), rel=0.4)
+    others = {
+        "another layer": dropout_mask(shape, keys(64), p=0.3, salt=1).double(),
+        "another step": dropout_mask(shape, keys(64, step=1), p=0.3, salt=0).double(),
+        "another sample": mask.roll(1, 0),
+        "the next pixel": mask.roll(1, -1),
+        "the next channel": mask.roll(1, 1),
+    }
+    for name, other in others.items():
+        assert abs(torch.corrcoef(torch.stack((mask.flatten(), other.flatten())))[0, 1]) < 0.008, name
+
+
+def test_samples_with_neighbouring_keys_do_not_share_a_mask_in_another_order():
+    mask = dropout_mask(torch.Size((2, 4096)), torch.tensor([4, 5]), p=0.5, salt=0)
+    assert not torch.equal(mask[0].reshape(-1, 2).flip(1).flatten(), mask[1])
+    assert 1800 < (mask[0] == mask[1]).sum() < 2300
+
+
+def test_dropout_keeps_the_mean_and_rests_in_evaluation():
+    layer = Dropout(0.4)
+    x = torch.ones(64, 8, 8, 8)
+    assert layer(x, keys(64)).mean().item() == pytest.approx(1, abs=0.02)
+    assert torch.equal(layer.eval()(x, None), x)
+    with pytest.raises(ValueError, match="key"):
+        layer.train()(x, None)
+
+
+@pytest.mark.parametrize("kind", sorted(NETS))
+def test_no_net_uses_dropout_that_depends_on_history(kind):
+    built = net(kind=kind, dropout=0.3)
+    assert not [m for m in built.modules() if isinstance(m, nn.Dropout | nn.Dropout2d | nn.AlphaDropout)]
+    salts = [m.salt for m in built.modules() if isinstance(m, Dropout)]
+    assert len(set(salts)) == len(salts) > 1
+
+
+def test_compiled_student_and_teacher_share_the_mask_with_eager():
+    """One graph with gradients and one without, both equal to eager: the mask is part of neither's history."""
+    built = ResidualBlock(8, 8, 4, dropout=0.3)
+    for parameter in built.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    compiled = torch.compile(built, fullgraph=True)
+    x, embedding = torch.randn(4, 8, 8, 8), torch.randn(4, 4)
+    eager = built(x, embedding, keys(4))
+    student = compiled(x, embedding, keys(4))
+    with torch.no_grad():
+        teacher = compiled(x, embedding, keys(4))
+    assert torch.allclose(student, eager, atol=1e-5)
+    assert torch.allclose(teacher, eager, atol=1e-5)
+    assert not torch.allclose(compiled(x, embedding, keys(4, step=1)), eager, atol=1e-2)

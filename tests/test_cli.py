@@ -1,0 +1,190 @@
+"""The command line as a person meets it: real processes, exit codes, messages."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import tiny_config
+from PIL import Image
+
+from ict.cli import app
+from ict.config import to_toml
+from ict.frontpage import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+
+
+def ict(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    """`python -m ict` from the bare checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "ict", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "tiny.toml").write_text(to_toml(tiny_config()))
+    done = ict("train", "tiny.toml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "N = 3 → 5 (step 4) → 9 (step 8)" in done.stdout
+    assert "step 12 · N 9 · loss" in done.stdout and "images/s" in done.stdout and "left" in done.stdout
+    assert "warning: each of the 3 values of N gets only about 4 steps" in done.stdout
+    assert (folder / "runs" / "tiny" / "report.html").exists()
+    return folder / "runs" / "tiny"
+
+
+def test_help_lists_every_command():
+    page = ict("--help")
+    assert page.returncode == 0 and ict().stdout == page.stdout
+    registered = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert registered == set(COMMANDS)
+    assert all(f"  {name} " in page.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("recipes",), ("train", "--help"), ("train", "nothing")])
+def test_light_commands_do_not_load_torch(arguments):
+    code = (
+        "import sys, atexit; sys.argv = ['ict', *sys.argv[1:]]\n"
+        "atexit.register(lambda: print('TORCH' if 'torch' in sys.modules else 'LIGHT', file=sys.stderr))\n"
+        "from ict.frontpage import main; sys.exit(main())"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
+    assert done.stderr.endswith("LIGHT\n")
+
+
+def test_help_takes_at_most_five_times_as_long_as_python_itself():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+
+    def best(*arguments):
+        times = []
+        for _ in range(7):
+            begun = time.perf_counter()
+            subprocess.run([sys.executable, *arguments], env=environment, check=True, capture_output=True)
+            times.append(time.perf_counter() - begun)
+        return min(times)
+
+    assert best("-m", "ict", "--help") <= 5 * best("-c", "pass")
+
+
+def test_version():
+    import ict as package
+
+    assert ict("--version").stdout == f"ict {package.__version__}\n"
+
+
+def test_sample_writes_a_sheet(trained, tmp_path):
+    done = ict("sample", trained, "-n", 6, "--columns", 3, "--scale", 2, "--out", tmp_path / "a.png", "--steps", 2)
+    assert done.returncode == 0 and "6 images" in done.stdout
+    assert Image.open(tmp_path / "a.png").size == (3 * 18 - 2, 2 * 18 - 2)
+
+
+def test_sample_writes_single_files_that_do_not_depend_on_the_batch(trained, tmp_path):
+    for folder, batch in (("a", 2), ("b", 100)):
+        out = tmp_path / folder
+        assert ict("sample", trained, "-n", 5, "--out", out, "--batch", batch, "--label", 3).returncode == 0
+        assert sorted(path.name for path in out.iterdir()) == [f"0000{i}.png" for i in range(5)]
+    for i in range(5):
+        a, b = (Image.open(tmp_path / folder / f"0000{i}.png") for folder in "ab")
+        assert a.size == (8, 8) and a.tobytes() == b.tobytes()
+
+
+def test_info_of_recipe_model_and_run(trained):
+    recipe = ict("info", "digits").stdout
+    assert "639,649" in recipe and "→ 161 (step 1,600)" in recipe
+    model = ict("info", trained / "model.safetensors").stdout
+    assert "step 12" in model and "classes" in model
+    assert "tiny" in ict("info", trained).stdout
+    assert "batch 77" in ict("info", "digits", "--set", "training.batch=77").stdout
+
+
+def test_recipes_are_listed():
+    assert "digits" in ict("recipes").stdout
+
+
+def test_report_can_be_written_again(trained):
+    (trained / "report.html").unlink()
+    assert ict("report", trained).returncode == 0
+    assert (trained / "report.html").exists()
+
+
+def test_a_budget_of_time(trained, tmp_path):
+    done = ict("train", trained, "--out", tmp_path / "timed", "--budget", "3s", "--seed", 4)
+    assert done.returncode == 0, done.stderr
+    assert "N = 3 → 5 (1 s) → 9 (2 s)" in done.stdout
+    assert 'budget = "3s"' in (tmp_path / "timed" / "recipe.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "digit"), "did you mean 'digits'"),
+        (("train", "digits", "--set", "training.lrr=1"), "did you mean 'lr'"),
+        (("train", "digits", "--set", "objective.s0=500"), "objective.s0 = 500 is above objective.s1 = 160"),
+        (("train", "digits", "--set", "noise.sigma_min=90"), "must be below noise.sigma_max"),
+        (("train", "digits", "--set", "net.multipliers=[1,1,1,1,1]"), "cannot be halved 4 times"),
+        (("train", "digits", "--set", "net.kind=vit"), "choose from unet"),
+        (("train", "digits", "--set", "data.classes=3"), "has 10 classes"),
+        (("train", "digits", "--steps", 3, "--budget", "3m"), "exclude each other"),
+        (("train", "digits", "--budget", "soon"), "--budget = 'soon'"),
+        (("train", "digits", "--device", "tpu9"), "--device tpu9 cannot be used here"),
+        (("train", "digits", "--resume"), "no checkpoint"),
+        (("train", "digits", "--resume", "--overwrite"), "exclude each other"),
+        (("sample", "nowhere"), "there is no model at nowhere"),
+        (("sample", "."), "holds no model"),
+        (("info", "nowhere.safetensors"), "no recipe"),
+        (("report", "nowhere"), "recipe.toml"),
+        (("paint",), "No such command"),
+        (("train", "digits", "--setp", 1), "No such option"),
+    ],
+)
+def test_user_errors_end_with_a_message_and_code_2(arguments, message, tmp_path):
+    done = ict(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
+    assert not any(tmp_path.rglob("*.toml"))  # nothing was begun
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--label", "cat"), "no class is called 'cat'"),
+        (("--sigmas", "80,x"), "--sigmas 80,x"),
+        (("--sigmas", "80,99"), "falling"),
+        (("--steps", 0), "steps = 0"),
+        (("-n", 0), "at least 1 image"),
+        (("--ema", 0.5), "has the rates 0.9, 0.99"),
+        (("--scale", 0), "--scale 0"),
+    ],
+)
+def test_sample_refuses_what_it_cannot_do(arguments, message, trained, tmp_path):
+    done = ict("sample", trained, "--out", tmp_path / "x.png", *arguments)
+    assert done.returncode == 2 and message in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_a_damaged_model_file(trained, tmp_path):
+    (tmp_path / "m.safetensors").write_bytes((trained / "model.safetensors").read_bytes()[:2000])
+    for command in ("sample", "info"):
+        done = ict(command, tmp_path / "m.safetensors")
+        assert done.returncode == 2 and "damaged" in done.stderr
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(trained, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "ict", "train", trained, "--out", tmp_path / "run", "--steps", "100000"]
+    command += ["--set", "training.log_every=1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    for line in process.stdout:
+        if "step 5 " in line:
+            break
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "and saved; go on with: ict train" in rest and "Traceback" not in errors
+    more = ict("train", tmp_path / "run", "--resume", "--steps", 20)
+    assert more.returncode == 0 and "going on from" in more.stdout
