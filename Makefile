@@ -15,8 +15,8 @@ demo: $(VENV)/core          ## train a digit generator and show it: runs/digits/
 test: $(VENV)/dev           ## the fast tests
 	$(BIN)/pytest -n 2
 
-test-slow: $(VENV)/dev      ## tests that train for minutes
-	$(BIN)/pytest -m slow
+test-slow: $(VENV)/dev      ## trains the digits twice, makes every known mistake on purpose
+	$(BIN)/pytest -m slow -n 2 --dist loadfile -rP
 
 lint: $(VENV)/dev           ## style, formatting and types
 	$(BIN)/ruff check

@@ -1,0 +1,103 @@
+"""What must also hold on a GPU; skipped where there is none."""
+
+import io
+
+import pytest
+import torch
+from helpers import tiny_config
+from rich.console import Console
+
+from ict import rng
+from ict.experiment import run
+from ict.model import ModelSpec, build_model
+from ict.nets.layers import Dropout, dropout_mask
+from ict.objectives import build_objective
+from ict.objectives.base import Step
+from ict.training.checkpoint import list_checkpoints
+from ict.training.log import RunLog
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+def keys(n: int, step: int = 0) -> torch.Tensor:
+    return rng.words(torch.arange(n, device="cuda"), 1, seed=0, step=step, stream=rng.Stream.DROPOUT)[:, 0]
+
+
+def model_of(**net):
+    config = tiny_config(net={"dropout": 0.3, **net})
+    model = build_model(ModelSpec.from_config(config, tuple("0123456789"))).cuda().train()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return config, model
+
+
+def test_noise_is_the_cpus():
+    samples = torch.arange(64)
+    on_gpu = rng.normal(samples.cuda(), (3, 32, 32), seed=5, step=7).cpu()
+    on_cpu = rng.normal(samples, (3, 32, 32), seed=5, step=7)
+    assert (on_gpu == on_cpu).float().mean() > 0.9999 and (on_gpu - on_cpu).abs().max() < 1e-6
+
+
+def test_masks_are_the_cpus():
+    shape = torch.Size((8, 16, 8, 8))
+    assert torch.equal(
+        dropout_mask(shape, keys(8), p=0.3, salt=2).cpu(), dropout_mask(shape, keys(8).cpu(), p=0.3, salt=2)
+    )
+
+
+def test_student_and_teacher_share_their_masks():
+    config, model = model_of()
+    dropped = []
+    for layer in model.modules():
+        if isinstance(layer, Dropout):
+            layer.register_forward_hook(lambda _m, _i, out: dropped.append(out == 0))
+    samples = torch.arange(8, device="cuda")
+    step = Step(seed=0, number=3, done=0, total=10, samples=samples)
+    build_objective(config)(model, torch.rand(8, 1, 8, 8, device="cuda"), samples, step)
+    half = len(dropped) // 2
+    assert half == 8
+    assert all(torch.equal(a, b) for a, b in zip(dropped[:half], dropped[half:], strict=True))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_compiled_student_and_teacher_share_their_masks(layout):
+    torch._dynamo.reset()
+    _, model = model_of(channels=32)
+    model = model.to(memory_format=layout)
+    compiled = torch.compile(model, fullgraph=True)
+    x, sigma = torch.randn(8, 1, 8, 8, device="cuda"), torch.full((8,), 2.0, device="cuda", dtype=torch.float64)
+    label = torch.arange(8, device="cuda")
+    eager = model(x, sigma, label, keys(8))
+    student = compiled(x, sigma, label, keys(8))
+    with torch.no_grad():
+        teacher = compiled(x, sigma, label, keys(8))
+    assert (student - eager).abs().max() < 2e-3 * eager.abs().max()
+    assert (teacher - student).abs().max() < 2e-3 * eager.abs().max()
+    other = compiled(x, sigma, label, keys(8, step=1))
+    assert (other - eager).abs().max() > 1e-2 * eager.abs().max()
+
+
+def test_runs_are_equal_to_the_bit_also_after_a_resume(tmp_path, monkeypatch):
+    config = tiny_config(net={"channels": 32})
+    for name in ("a", "b"):
+        run(config, tmp_path / name, device="cuda", console=quiet())
+    original = RunLog.step
+
+    def interrupt(self, state):
+        record = original(self, state)
+        if state.step == 7:
+            raise KeyboardInterrupt
+        return record
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLog, "step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(config, tmp_path / "c", device="cuda", console=quiet())
+    run(config, tmp_path / "c", device="cuda", resume=True, console=quiet())
+    ends = [list_checkpoints(tmp_path / name)[-1] for name in "abc"]
+    for file in ("student.safetensors", "ema-0.9.safetensors", "ema-0.99.safetensors"):
+        assert len({(end / file).read_bytes() for end in ends}) == 1, file
