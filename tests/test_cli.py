@@ -94,6 +94,16 @@ def test_sample_writes_single_files_that_do_not_depend_on_the_batch(trained, tmp
         assert a.size == (8, 8) and a.tobytes() == b.tobytes()
 
 
+def test_sample_takes_classes_in_turn(trained, tmp_path):
+    assert ict("sample", trained, "-n", 4, "--out", tmp_path / "a", "--label", "3, 5").returncode == 0
+    assert ict("sample", trained, "-n", 4, "--out", tmp_path / "b", "--label", "5").returncode == 0
+    same = [
+        (tmp_path / "a" / f"0000{i}.png").read_bytes() == (tmp_path / "b" / f"0000{i}.png").read_bytes()
+        for i in range(4)
+    ]
+    assert same == [False, True, False, True]
+
+
 def test_info_of_recipe_model_and_run(trained):
     recipe = ict("info", "digits").stdout
     assert "639,649" in recipe and "→ 161 (step 1,600)" in recipe

@@ -1,6 +1,7 @@
 """The command line: parse, call, print. Torch is imported inside the commands that need it."""
 
 import errno
+import itertools
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -92,7 +93,9 @@ def sample(
     sigmas: Annotated[
         str | None, typer.Option(metavar="S1,S2,…", help="Noise levels of the calls, instead of --steps: 80,0.8.")
     ] = None,
-    label: Annotated[str | None, typer.Option(help="Class of all images, by name or number.")] = None,
+    label: Annotated[
+        str | None, typer.Option(help="Class of the images, by name or number; several, like 0,1,2, take turns.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same images.")] = 0,
     out: Annotated[Path, typer.Option(help="A .png for one sheet, or a folder for single files.")] = Path(
         "samples.png"
@@ -117,10 +120,11 @@ def sample(
     from ict.sampling import load
 
     generator = load(model, ema=ema, device=pick_device(device))
-    with Progress(transient=True) as bar:
+    labels = [one.strip() for one in itertools.islice(itertools.cycle(label.split(",")), count)] if label else None
+    with Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
         task = bar.add_task("drawing", total=count)
         images = generator.sample(
-            count, steps=steps, seed=seed, label=label, sigmas=ladder, batch=batch,
+            count, steps=steps, seed=seed, label=labels, sigmas=ladder, batch=batch,
             progress=lambda drawn: bar.update(task, completed=drawn),
         )  # fmt: skip
     if out.suffix.lower() == ".png":

@@ -29,7 +29,8 @@ def to_picture(pixels: Tensor, *, scale: int = 1) -> Image.Image:
     """uint8 [C, H, W] -> a picture."""
     array = pixels.permute(1, 2, 0).cpu().numpy()
     picture = Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
-    return picture if scale == 1 else picture.resize((picture.width * scale, picture.height * scale), Image.BICUBIC)
+    size = (picture.width * scale, picture.height * scale)
+    return picture if scale == 1 else picture.resize(size, Image.Resampling.BICUBIC)
 
 
 def comfortable_scale(image_size: int, *, tile: int = 48) -> int:
