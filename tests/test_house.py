@@ -60,7 +60,7 @@ def test_every_module_says_what_it_is_for(path):
 
 def test_the_paper_map_points_to_what_exists():
     page = (ROOT / "docs" / "paper-map.md").read_text()
-    functions = re.findall(r"`(\w+(?:/\w+)*\.py):(\w+)`", page)
+    functions = re.findall(r"`(?!tests/)(\w+(?:/\w+)*\.py):(\w+)`", page)
     tests = re.findall(r"`(tests/[\w/]+\.py):(\w+)`", page)
     assert len(functions) >= 15 and len(tests) >= 15
     for file, name in functions:
