@@ -10,7 +10,7 @@ from rich.console import Console
 from ict import rng
 from ict.experiment import run
 from ict.model import ModelSpec, build_model
-from ict.nets.layers import Dropout, dropout_mask
+from ict.nets.dropout import Dropout, dropout_mask
 from ict.objectives import build_objective
 from ict.objectives.base import Step
 from ict.training.checkpoint import list_checkpoints

@@ -59,7 +59,7 @@ MISTAKES = {
         "teacher = model(add_noise(images, low, z), low, labels, key + 1)", "objectives/test_ict.py",
     ),
     "dropout that depends on the global generator": (
-        "nets/layers.py", "kept = dropout_mask(x.shape, key, p=self.p, salt=self.salt)",
+        "nets/dropout.py", "kept = dropout_mask(x.shape, key, p=self.p, salt=self.salt)",
         "kept = torch.rand_like(x) >= self.p", "nets/test_nets.py",
     ),
     "teacher in evaluation mode": (

@@ -91,8 +91,10 @@ class NetConfig:
     multipliers: tuple[int, ...] = (1, 2)
     blocks: int = 2
     attention: tuple[int, ...] = ()  # sizes of the feature maps that get attention, in pixels
-    head_channels: int = 64
+    head_channels: int = 64  # channels of an attention head; 0: one head
     dropout: float = 0.0
+    dropout_max_size: int | None = None  # only where the feature map has at most so many pixels a side
+    scale_shift: bool = False  # adm: the embedding scales and shifts a norm (AdaGN), which hurts iCT
     embedding: str = "fourier"
     fourier_scale: float = 0.02
 
@@ -103,9 +105,17 @@ class NetConfig:
             f"net.multipliers = {list(self.multipliers)}: give one whole number above 0 for each resolution",
         )
         require(self.blocks >= 1, f"net.blocks = {self.blocks}: use at least 1")
-        require(self.head_channels >= 1, f"net.head_channels = {self.head_channels}: use at least 1")
+        require(self.head_channels >= 0, f"net.head_channels = {self.head_channels}: use 0 (one head) or more")
+        require(
+            self.dropout_max_size is None or self.dropout_max_size >= 1,
+            f"net.dropout_max_size = {self.dropout_max_size}: use at least 1, or leave it out for dropout everywhere",
+        )
         require(0 <= self.dropout < 1, f"net.dropout = {self.dropout}: use a rate from 0 to below 1")
         require(self.fourier_scale > 0, f"net.fourier_scale = {self.fourier_scale}: must be above 0 (iCT: 0.02)")
+
+    def dropout_at(self, size: int) -> float:
+        """The dropout rate of a block whose feature map has `size` pixels a side (appendix B)."""
+        return self.dropout if self.dropout_max_size is None or size <= self.dropout_max_size else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

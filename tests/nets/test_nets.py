@@ -7,8 +7,9 @@ from torch import nn
 from ict import rng
 from ict.config import ConfigError, NetConfig
 from ict.nets import NETS, build_net
+from ict.nets.dropout import Dropout, dropout_mask
 from ict.nets.embeddings import FourierEmbedding, PositionalEmbedding
-from ict.nets.layers import Attention, Dropout, ResidualBlock, dropout_mask
+from ict.nets.layers import Attention, Fir, ResidualBlock, Style, group_norm
 
 
 def net(*, size: int = 8, channels: int = 1, classes: int = 0, **config) -> nn.Module:
@@ -24,23 +25,28 @@ def keys(n: int, *, step: int = 0) -> torch.Tensor:
     return rng.words(torch.arange(n), 1, seed=0, step=step, stream=rng.Stream.DROPOUT)[:, 0]
 
 
+@pytest.mark.parametrize("kind", sorted(NETS))
 @pytest.mark.parametrize("size", [8, 16, 28, 32, 64])
 @pytest.mark.parametrize("embedding", ["fourier", "positional"])
-def test_shapes(size, embedding):
-    out = net(size=size, channels=3, embedding=embedding, multipliers=(1, 2, 2), attention=(size // 2,))(
+def test_shapes(kind, size, embedding):
+    out = net(kind=kind, size=size, channels=3, embedding=embedding, multipliers=(1, 2, 2), attention=(size // 2,))(
         torch.randn(2, 3, size, size), torch.zeros(2)
     )
     assert out.shape == (2, 3, size, size)
 
 
-def test_a_fresh_net_answers_zero():
-    fresh = build_net(NetConfig(channels=8), image_size=8, channels=1, classes=0)
-    assert torch.equal(fresh(torch.randn(2, 1, 8, 8), torch.zeros(2)), torch.zeros(2, 1, 8, 8))
+@pytest.mark.parametrize("kind", sorted(NETS))
+def test_a_fresh_net_answers_next_to_nothing(kind):
+    """Zero, or 1e-10 in variance where NCSN++ writes that; the inner weights are not zero."""
+    fresh = build_net(NetConfig(kind=kind, channels=8), image_size=8, channels=1, classes=0)
+    assert fresh(torch.randn(2, 1, 8, 8), torch.zeros(2)).abs().max() < 1e-3
+    assert all(m.weight.std() > 1e-3 for n, m in fresh.named_modules() if n.endswith("conv1"))
 
 
+@pytest.mark.parametrize("kind", sorted(NETS))
 @pytest.mark.parametrize("classes", [0, 10])
-def test_gradients_reach_every_parameter(classes):
-    built = net(classes=classes, attention=(4, 8), dropout=0.1, blocks=2)
+def test_gradients_reach_every_parameter(kind, classes):
+    built = net(kind=kind, classes=classes, attention=(4, 8), dropout=0.1, blocks=2)
     label = torch.arange(10) if classes else None
     built(torch.randn(10, 1, 8, 8), torch.randn(10), label, keys(10)).square().mean().backward()
     silent = [n for n, p in built.named_parameters() if p.grad is None or p.grad.abs().max() == 0]
@@ -62,7 +68,54 @@ def test_attention_stands_where_asked():
 
     assert count() == 0
     assert count(attention=(8,)) == 1 + 1 + 2  # down, middle, up
-    assert count(attention=(4, 8)) == 2 + 2 + 4
+    assert count(attention=(4, 8)) == 2 + 1 + 4
+    assert count(kind="adm") == 1  # the middle always
+    assert count(kind="ncsnpp", attention=(8,)) == 1 + 1 + 1  # once on the way up
+
+
+def test_dropout_can_be_for_small_feature_maps_alone():
+    """Appendix B: 0.2 where the map is at most 16×16. A resampling block counts by the map it drops."""
+    built = net(kind="adm", size=32, channels=3, multipliers=(1, 1, 1), dropout=0.2, dropout_max_size=16)
+    x, dropped = torch.randn(1, 3, 32, 32), {}
+    for layer in built.modules():
+        if isinstance(layer, Dropout):
+            layer.register_forward_hook(lambda m, i, out: dropped.setdefault(i[0].shape[-1], set()).add(m.p))
+    built(x, torch.zeros(1), None, keys(1))
+    assert dropped == {32: {0.0}, 16: {0.2}, 8: {0.2}}
+
+
+@pytest.mark.parametrize("kind", sorted(NETS))
+def test_memory_layout_does_not_matter(kind):
+    built = net(kind=kind, channels=3, size=16, multipliers=(1, 2), attention=(8,), dropout=0.2)
+    x = torch.randn(2, 3, 16, 16)
+    plain = built(x, torch.zeros(2), None, keys(2))
+    last = built.to(memory_format=torch.channels_last)(
+        x.to(memory_format=torch.channels_last), torch.zeros(2), None, keys(2)
+    )
+    assert torch.allclose(plain, last, atol=1e-4 * plain.abs().max().item())
+
+
+# --- resampling
+
+
+def test_the_filter_keeps_a_constant_image_inside():
+    x = torch.ones(1, 2, 8, 8)
+    assert torch.allclose(Fir(down=2)(x)[:, :, 1:-1, 1:-1], torch.ones(1, 2, 2, 2))
+    assert torch.allclose(Fir(up=2)(x)[:, :, 1:-1, 1:-1], torch.ones(1, 2, 14, 14))
+    assert Fir(padding=2)(x).shape == (1, 2, 9, 9)
+
+
+def test_the_filter_against_zeros_put_in_by_hand():
+    """Doubling: zeros between the pixels, padding (2, 1), filter of gain 4. Halving: padding (1, 1), every second pixel."""
+    x = torch.randn(1, 1, 5, 6)
+    taps = torch.tensor([1.0, 3.0, 3.0, 1.0]) / 8
+    kernel = torch.outer(taps, taps)[None, None]
+    spread = torch.zeros(1, 1, 10, 12)
+    spread[:, :, ::2, ::2] = x
+    doubled = nn.functional.conv2d(nn.functional.pad(spread, (2, 1, 2, 1)), 4 * kernel)
+    assert torch.allclose(Fir(up=2)(x), doubled, atol=1e-6)
+    halved = nn.functional.conv2d(nn.functional.pad(x, (1, 1, 1, 1)), kernel)[:, :, ::2, ::2]
+    assert torch.allclose(Fir(down=2)(x), halved, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +158,7 @@ def test_the_default_embedding_is_not_oversensitive():
     """Fourier scale 16 (2023) tells neighbouring levels apart a hundred times too well (§3.1, Fig. 1a)."""
     torch.manual_seed(0)
     assert NetConfig().fourier_scale == 0.02
-    assert net().embed_noise.frequencies.abs().max() < 0.1
+    assert net().embed.noise.frequencies.abs().max() < 0.1
     calm, wild = sensitivity(FourierEmbedding(256, scale=0.02)), sensitivity(FourierEmbedding(256, scale=16.0))
     assert calm < 0.01 < 0.5 < wild
 
@@ -173,7 +226,7 @@ def test_no_net_uses_dropout_that_depends_on_history(kind):
 
 def test_compiled_student_and_teacher_share_the_mask_with_eager():
     """One graph with gradients and one without, both equal to eager: the mask is part of neither's history."""
-    built = ResidualBlock(8, 8, 4, dropout=0.3)
+    built = ResidualBlock(8, 8, 4, dropout=0.3, style=Style(norm=group_norm))
     for parameter in built.parameters():
         nn.init.normal_(parameter, std=0.2)
     compiled = torch.compile(built, fullgraph=True)

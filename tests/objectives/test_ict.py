@@ -7,7 +7,7 @@ from helpers import SpyNet, gaussian_model, step_of, tiny_config
 from ict import rng
 from ict.config import Config, ConfigError, NoiseConfig, from_dict
 from ict.model import ConsistencyModel, ModelSpec, build_model
-from ict.nets.layers import Dropout
+from ict.nets.dropout import Dropout
 from ict.noise import karras_sigmas, lognormal_pmf
 from ict.objectives import build_objective
 from ict.objectives.ict import ImprovedConsistencyTraining

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from torch import nn
 
 from ict.config import NetConfig, choose
+from ict.nets.adm import ADM
+from ict.nets.ncsnpp import NCSNpp
 from ict.nets.unet import UNet
 
 # (config, *, image_size, channels, classes) -> module; classes = 0 means no labels
-NETS: dict[str, Callable[..., nn.Module]] = {"unet": UNet}
+NETS: dict[str, Callable[..., nn.Module]] = {"unet": UNet, "ncsnpp": NCSNpp, "adm": ADM}
 
 
 def build_net(config: NetConfig, *, image_size: int, channels: int, classes: int) -> nn.Module:

@@ -1,64 +1,16 @@
 """Layers that every net here is built from.
 
-Shapes: B samples, C channels, H × W pixels; a key is one 32-bit integer a sample, held in int32.
+Shapes: B samples, C channels, H × W pixels. A key is one integer a sample that decides dropout.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-class Dropout(nn.Module):
-    """Dropout whose mask is a function of (key of the sample, this layer, element).
-
-    Student and teacher are given the same keys and so the same masks (§3.1), with no generator to save and restore:
-    that holds on a CPU, on a GPU, under `torch.compile`, and however a batch is cut among ranks.
-    """
-
-    def __init__(self, p: float):
-        super().__init__()
-        self.p = p
-        self.salt = 0  # number_dropouts gives each layer of a net its own
-
-    def forward(self, x: Tensor, key: Tensor | None) -> Tensor:
-        if not self.training or self.p == 0:
-            return x
-        if key is None:
-            raise ValueError(
-                "a net with dropout needs a key for each sample in training mode: pass key=… or call .eval()"
-            )
-        kept = dropout_mask(x.shape, key, p=self.p, salt=self.salt)
-        return torch.where(kept, x * (1 / (1 - self.p)), 0)
-
-
-def dropout_mask(shape: torch.Size, key: Tensor, *, p: float, salt: int) -> Tensor:
-    """True where an element is kept -> bool of `shape`; a 32-bit integer hash of (key, salt, element)."""
-    elements = torch.arange(shape[1:].numel(), device=key.device, dtype=torch.int32).reshape(1, *shape[1:])
-    keys = _mix(key.to(torch.int32) ^ _signed(_GOLDEN * (salt + 1))).reshape(-1, *[1] * (len(shape) - 1))
-    # Both sides are mixed before they meet: a plain product of `arange` would be folded by torch.compile into an index
-    # expression that leaves int32, and a plain xor would make the masks of some samples permutations of each other.
-    return (_mix(_mix(elements) ^ keys) & 0xFFFFFF) >= round(p * 2**24)
-
-
-_GOLDEN = 0x9E3779B9
-
-
-def _mix(x: Tensor) -> Tensor:
-    """An avalanche over 32 bits (constants of Wellons' search for low bias); int32 arithmetic wraps."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * _signed(0x7FEB352D)
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * _signed(0x846CA68B)
-    return x ^ ((x >> 16) & 0xFFFF)
-
-
-def _signed(word: int) -> int:
-    word &= 0xFFFFFFFF
-    return word - 2**32 if word >= 2**31 else word
-
-
-def number_dropouts(net: nn.Module) -> None:
-    """Give every dropout layer of a net its own salt, by position."""
-    for number, layer in enumerate(m for m in net.modules() if isinstance(m, Dropout)):
-        layer.salt = number
+from ict.nets.dropout import Dropout
 
 
 def zero_(module: nn.Module) -> nn.Module:
@@ -68,44 +20,155 @@ def zero_(module: nn.Module) -> nn.Module:
     return module
 
 
-def group_norm(channels: int) -> nn.GroupNorm:
+def fan_average_(module: nn.Module, scale: float = 1.0) -> nn.Module:
+    """Uniform weights of variance scale / mean(fan in, fan out), biases of zero: DDPM's and NCSN++'s start.
+
+    NCSN++ writes 1e-10 where it means "begin as nothing".
+    """
+    assert isinstance(module, nn.Conv2d | nn.Linear)
+    fan_in, fan_out = nn.init._calculate_fan_in_and_fan_out(module.weight)
+    bound = (3 * max(scale, 1e-10) / ((fan_in + fan_out) / 2)) ** 0.5
+    nn.init.uniform_(module.weight, -bound, bound)
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)
+    return module
+
+
+def as_it_is(module: nn.Module) -> nn.Module:
+    """Torch's own start."""
+    return module
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """What tells one family's blocks from another's."""
+
+    norm: Callable[[int], nn.GroupNorm]
+    start: Callable[[nn.Module], nn.Module] = as_it_is  # weights of inner layers
+    end: Callable[[nn.Module], nn.Module] = zero_  # weights of the last layer of a residual branch
+    attend: Callable[[nn.Module], nn.Module] = as_it_is  # weights of queries, keys and values
+    skip_scale: float = 1.0  # of the sum of a block and its shortcut
+    scale_shift: bool = False  # the embedding scales and shifts the second norm instead of being added before it
+    project_resampled: bool = False  # a resampling block's shortcut has a 1×1 convolution even at equal width
+
+
+def group_norm(channels: int, *, eps: float = 1e-6) -> nn.GroupNorm:
     """GroupNorm of at most 32 groups of at least 4 channels."""
-    groups = min(32, channels // 4)
+    groups = max(1, min(32, channels // 4))
     while channels % groups:
         groups -= 1
-    return nn.GroupNorm(groups, channels, eps=1e-6)
+    return nn.GroupNorm(groups, channels, eps=eps)
 
 
 class ResidualBlock(nn.Module):
-    """Norm, SiLU, convolution, twice; the noise and class embedding comes in between, dropout before the second."""
+    """Norm, SiLU, (resampling,) convolution, twice; the embedding comes in between, dropout before the second.
 
-    def __init__(self, inputs: int, outputs: int, embedding: int, *, dropout: float):
+    The embedding of noise level and class arrives already through its SiLU.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        embedding: int,
+        *,
+        dropout: float,
+        style: Style,
+        resample: nn.Module | None = None,
+    ):
         super().__init__()
-        self.norm1, self.conv1 = group_norm(inputs), nn.Conv2d(inputs, outputs, 3, padding=1)
-        self.embed = nn.Linear(embedding, outputs)
-        self.norm2, self.dropout = group_norm(outputs), Dropout(dropout)
-        self.conv2 = zero_(nn.Conv2d(outputs, outputs, 3, padding=1))
-        self.skip = nn.Identity() if inputs == outputs else nn.Conv2d(inputs, outputs, 1)
+        self.style, self.resample = style, resample
+        self.norm1, self.conv1 = style.norm(inputs), style.start(nn.Conv2d(inputs, outputs, 3, padding=1))
+        self.embed = style.start(nn.Linear(embedding, 2 * outputs if style.scale_shift else outputs))
+        self.norm2, self.dropout = style.norm(outputs), Dropout(dropout)
+        self.conv2 = style.end(nn.Conv2d(outputs, outputs, 3, padding=1))
+        projected = inputs != outputs or (resample is not None and style.project_resampled)
+        self.skip = style.start(nn.Conv2d(inputs, outputs, 1)) if projected else nn.Identity()
 
     def forward(self, x: Tensor, embedding: Tensor, key: Tensor | None) -> Tensor:
-        h = self.conv1(F.silu(self.norm1(x))) + self.embed(embedding)[:, :, None, None]
-        h = self.conv2(self.dropout(F.silu(self.norm2(h)), key))
-        return self.skip(x) + h
+        h = F.silu(self.norm1(x))
+        if self.resample is not None:
+            h, x = self.resample(h), self.resample(x)
+        h, e = self.conv1(h), self.embed(embedding)[:, :, None, None]
+        if self.style.scale_shift:
+            scale, shift = e.chunk(2, dim=1)
+            h = self.norm2(h) * (1 + scale) + shift
+        else:
+            h = self.norm2(h + e)
+        h = self.conv2(self.dropout(F.silu(h), key))
+        return (self.skip(x) + h) * self.style.skip_scale
 
 
 class Attention(nn.Module):
     """Self-attention over the pixels of a feature map, with a residual connection."""
 
-    def __init__(self, channels: int, *, head_channels: int):
+    def __init__(self, channels: int, *, head_channels: int, style: Style):
         super().__init__()
-        self.heads = max(1, channels // head_channels)
-        self.norm = group_norm(channels)
-        self.qkv = nn.Conv2d(channels, 3 * channels, 1)
-        self.out = zero_(nn.Conv2d(channels, channels, 1))
+        self.heads = max(1, channels // (head_channels or channels))
+        while channels % self.heads:
+            self.heads -= 1
+        self.skip_scale = style.skip_scale
+        self.norm = style.norm(channels)
+        self.qkv = style.attend(nn.Conv2d(channels, 3 * channels, 1))
+        self.out = style.end(nn.Conv2d(channels, channels, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         b, c, height, width = x.shape
         qkv = self.qkv(self.norm(x)).reshape(b, 3, self.heads, c // self.heads, height * width)
         q, k, v = qkv.transpose(-1, -2).unbind(1)  # [B, heads, pixels, channels of a head]
         h = F.scaled_dot_product_attention(q, k, v)
-        return x + self.out(h.transpose(-1, -2).reshape(b, c, height, width))
+        return (x + self.out(h.transpose(-1, -2).reshape(b, c, height, width))) * self.skip_scale
+
+
+class Stage(nn.Module):
+    """A residual block, and attention after it where asked."""
+
+    def __init__(self, block: ResidualBlock, attention: Attention | None = None):
+        super().__init__()
+        self.block, self.attention = block, attention
+
+    def forward(self, x: Tensor, embedding: Tensor, key: Tensor | None) -> Tensor:
+        x = self.block(x, embedding, key)
+        return x if self.attention is None else self.attention(x)
+
+
+# --- resampling
+
+
+def double(x: Tensor) -> Tensor:
+    """Each pixel four times, by `expand`: the gradient of `interpolate` is not the same twice on a GPU."""
+    b, c, height, width = x.shape
+    return x[:, :, :, None, :, None].expand(b, c, height, 2, width, 2).reshape(b, c, 2 * height, 2 * width)
+
+
+class BoxUp(nn.Module):
+    """Each pixel four times."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return double(x)
+
+
+class BoxDown(nn.Module):
+    """The mean of each 2×2 pixels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.avg_pool2d(x, 2)
+
+
+class Fir(nn.Module):
+    """The filter [1, 3, 3, 1] in both directions, as a depthwise convolution: blurs, halves or doubles an image."""
+
+    kernel: Tensor
+
+    def __init__(self, *, up: int = 1, down: int = 1, padding: int = 1):
+        super().__init__()
+        taps = torch.tensor([1.0, 3.0, 3.0, 1.0])
+        self.up, self.down, self.padding = up, down, padding
+        self.register_buffer("kernel", torch.outer(taps, taps) * (up**2 / 64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        channels = x.shape[1]
+        kernel = self.kernel.to(x.dtype).expand(channels, 1, 4, 4)
+        if self.up > 1:
+            return F.conv_transpose2d(x, kernel, stride=self.up, padding=self.padding, groups=channels)
+        return F.conv2d(x, kernel, stride=self.down, padding=self.padding, groups=channels)

@@ -1,112 +1,144 @@
-"""A small U-Net for images from 8 to 64 pixels.
+"""The U-Net that the small net and ADM share, and the small net: for images from 8 to 64 pixels.
 
 x [B, C, H, W] ─► convolution ─► levels down ─► middle ─► levels up, joined with their twins ─► norm, convolution
 c_noise [B] ─► Fourier or positional embedding ─► two dense layers, + class embedding ─► every block
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ict.config import NetConfig, choose, require
+from ict.nets.dropout import number_dropouts
 from ict.nets.embeddings import EMBEDDINGS
-from ict.nets.layers import Attention, ResidualBlock, group_norm, number_dropouts, zero_
-
-
-class Stage(nn.Module):
-    """A residual block, and attention after it where asked."""
-
-    def __init__(self, block: ResidualBlock, attention: Attention | None):
-        super().__init__()
-        self.block, self.attention = block, attention
-
-    def forward(self, x: Tensor, embedding: Tensor, key: Tensor | None) -> Tensor:
-        x = self.block(x, embedding, key)
-        return x if self.attention is None else self.attention(x)
+from ict.nets.layers import Attention, ResidualBlock, Stage, Style, double, group_norm
 
 
 class Downsample(nn.Module):
+    """A convolution of stride 2."""
+
     def __init__(self, channels: int):
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, embedding: Tensor, key: Tensor | None) -> Tensor:
         return self.conv(x)
 
 
 class Upsample(nn.Module):
+    """Each pixel four times, then a convolution."""
+
     def __init__(self, channels: int):
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        b, c, height, width = x.shape
-        # Each pixel four times, by `expand`: the gradient of `interpolate` is not the same twice on a GPU.
-        x = x[:, :, :, None, :, None].expand(b, c, height, 2, width, 2).reshape(b, c, 2 * height, 2 * width)
-        return self.conv(x)
+    def forward(self, x: Tensor, embedding: Tensor, key: Tensor | None) -> Tensor:
+        return self.conv(double(x))
+
+
+class Embedding(nn.Module):
+    """c_noise and label -> the vector that every block gets, through its last SiLU."""
+
+    def __init__(self, config: NetConfig, *, width: int, classes: int, start: Callable[[nn.Module], nn.Module]):
+        super().__init__()
+        size = 4 * config.channels
+        self.noise = choose("net.embedding", config.embedding, EMBEDDINGS)(width, config)
+        self.dense1, self.dense2 = start(nn.Linear(width, size)), start(nn.Linear(size, size))
+        self.label = nn.Embedding(classes, size) if classes else None
+
+    def forward(self, c_noise: Tensor, label: Tensor | None) -> Tensor:
+        embedding = self.dense2(F.silu(self.dense1(self.noise(c_noise))))
+        if self.label is not None:
+            if label is None:
+                raise ValueError("this net was built with class labels: pass label=…, one class number a sample")
+            embedding = embedding + self.label(label)
+        return F.silu(embedding)
 
 
 class UNet(nn.Module):
-    """F(x, c_noise, label, key); the last convolution starts at zero, so F starts as 0."""
+    """F(x, c_noise, label, key); the last convolution starts at zero, so F starts as 0.
+
+    Subclasses say how it resamples, how wide the noise embedding is, and whether the middle always attends.
+    """
 
     def __init__(self, config: NetConfig, *, image_size: int, channels: int, classes: int):
         super().__init__()
         check_size(config, image_size)
-        width, embedding = config.channels, 4 * config.channels
-        self.embed_noise = choose("net.embedding", config.embedding, EMBEDDINGS)(2 * width, config)
-        self.dense1, self.dense2 = nn.Linear(2 * width, embedding), nn.Linear(embedding, embedding)
-        self.embed_class = nn.Embedding(classes, embedding) if classes else None
+        self.config, self.style = config, self.make_style(config)
+        width = config.channels
+        self.embed = Embedding(config, width=self.embedding_width(), classes=classes, start=self.style.start)
 
-        def stage(inputs: int, outputs: int, size: int, *, attention: bool | None = None) -> Stage:
-            attend = size in config.attention if attention is None else attention
-            return Stage(
-                ResidualBlock(inputs, outputs, embedding, dropout=config.dropout),
-                Attention(outputs, head_channels=config.head_channels) if attend else None,
-            )
-
-        self.conv_in = nn.Conv2d(channels, width, 3, padding=1)
+        current, size = config.multipliers[0] * width, image_size
+        self.conv_in = nn.Conv2d(channels, current, 3, padding=1)
         self.down, self.up = nn.ModuleList(), nn.ModuleList()
-        current, size, skips = width, image_size, [width]
+        skips = [current]
         for level, multiplier in enumerate(config.multipliers):
             if level:
-                self.down.append(Downsample(current))
+                self.down.append(self.downsample(current, size))
                 size //= 2
                 skips.append(current)
             for _ in range(config.blocks):
-                self.down.append(stage(current, multiplier * width, size))
+                self.down.append(self.stage(current, multiplier * width, size))
                 current = multiplier * width
                 skips.append(current)
         self.middle = nn.ModuleList(
-            [stage(current, current, size, attention=bool(config.attention)), stage(current, current, size)]
+            [
+                self.stage(current, current, size, attend=self.middle_attends()),
+                self.stage(current, current, size, attend=False),
+            ]
         )
         for level, multiplier in reversed(list(enumerate(config.multipliers))):
             for _ in range(config.blocks + 1):
-                self.up.append(stage(current + skips.pop(), multiplier * width, size))
+                self.up.append(self.stage(current + skips.pop(), multiplier * width, size))
                 current = multiplier * width
             if level:
-                self.up.append(Upsample(current))
+                self.up.append(self.upsample(current, size))
                 size *= 2
         assert not skips
-        self.norm_out, self.conv_out = group_norm(current), zero_(nn.Conv2d(current, channels, 3, padding=1))
+        self.norm_out = self.style.norm(current)
+        self.conv_out = self.style.end(nn.Conv2d(current, channels, 3, padding=1))
         number_dropouts(self)
 
-    def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, key: Tensor | None = None) -> Tensor:
-        embedding = self.dense2(F.silu(self.dense1(self.embed_noise(c_noise))))
-        if self.embed_class is not None:
-            if label is None:
-                raise ValueError("this net was built with class labels: pass label=…, one class number a sample")
-            embedding = embedding + self.embed_class(label)
-        embedding = F.silu(embedding)
+    def make_style(self, config: NetConfig) -> Style:
+        return Style(norm=group_norm)
 
+    def embedding_width(self) -> int:
+        return 2 * self.config.channels
+
+    def middle_attends(self) -> bool:
+        return bool(self.config.attention)
+
+    def downsample(self, channels: int, size: int) -> nn.Module:
+        """From `size` pixels to half of them."""
+        return Downsample(channels)
+
+    def upsample(self, channels: int, size: int) -> nn.Module:
+        """From `size` pixels to twice as many."""
+        return Upsample(channels)
+
+    def block(self, inputs: int, outputs: int, size: int, resample: nn.Module | None = None) -> ResidualBlock:
+        """A block whose inner feature map has `size` pixels."""
+        width, dropout = 4 * self.config.channels, self.config.dropout_at(size)
+        return ResidualBlock(inputs, outputs, width, dropout=dropout, style=self.style, resample=resample)
+
+    def stage(self, inputs: int, outputs: int, size: int, *, attend: bool | None = None) -> Stage:
+        attend = size in self.config.attention if attend is None else attend
+        attention = Attention(outputs, head_channels=self.config.head_channels, style=self.style) if attend else None
+        return Stage(self.block(inputs, outputs, size), attention)
+
+    def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, key: Tensor | None = None) -> Tensor:
+        embedding = self.embed(c_noise, label)
         x = self.conv_in(x)
         skips = [x]
         for layer in self.down:
-            x = layer(x, embedding, key) if isinstance(layer, Stage) else layer(x)
+            x = layer(x, embedding, key)
             skips.append(x)
         for layer in self.middle:
             x = layer(x, embedding, key)
         for layer in self.up:
-            x = layer(torch.cat((x, skips.pop()), dim=1), embedding, key) if isinstance(layer, Stage) else layer(x)
+            x = layer(torch.cat((x, skips.pop()), dim=1) if isinstance(layer, Stage) else x, embedding, key)
         return self.conv_out(F.silu(self.norm_out(x)))
 
 

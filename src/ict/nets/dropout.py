@@ -1,0 +1,58 @@
+"""Dropout whose mask is a function of its key: the same for student and teacher (§3.1), wherever they run."""
+
+import torch
+from torch import Tensor, nn
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask is a function of (key of the sample, this layer, element).
+
+    Student and teacher are given the same keys and so the same masks, with no generator to save and restore: that
+    holds on a CPU, on a GPU, under `torch.compile`, and however a batch is cut among ranks. A key is one 32-bit integer
+    a sample.
+    """
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+        self.salt = 0  # number_dropouts gives each layer of a net its own
+
+    def forward(self, x: Tensor, key: Tensor | None) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        if key is None:
+            raise ValueError(
+                "a net with dropout needs a key for each sample in training mode: pass key=… or call .eval()"
+            )
+        kept = dropout_mask(x.shape, key, p=self.p, salt=self.salt)
+        return torch.where(kept, x * (1 / (1 - self.p)), 0)
+
+
+def dropout_mask(shape: torch.Size, key: Tensor, *, p: float, salt: int) -> Tensor:
+    """True where an element is kept -> bool of `shape`; a 32-bit integer hash of (key, salt, element)."""
+    elements = torch.arange(shape[1:].numel(), device=key.device, dtype=torch.int32).reshape(1, *shape[1:])
+    keys = _mix(key.to(torch.int32) ^ _signed(_GOLDEN * (salt + 1))).reshape(-1, *[1] * (len(shape) - 1))
+    # Both sides are mixed before they meet: a plain product of `arange` would be folded by torch.compile into an index
+    # expression that leaves int32, and a plain xor would make the masks of some samples permutations of each other.
+    return (_mix(_mix(elements) ^ keys) & 0xFFFFFF) >= round(p * 2**24)
+
+
+_GOLDEN = 0x9E3779B9
+
+
+def _mix(x: Tensor) -> Tensor:
+    """An avalanche over 32 bits (constants of Wellons' search for low bias); int32 arithmetic wraps."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * _signed(0x7FEB352D)
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * _signed(0x846CA68B)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _signed(word: int) -> int:
+    word &= 0xFFFFFFFF
+    return word - 2**32 if word >= 2**31 else word
+
+
+def number_dropouts(net: nn.Module) -> None:
+    """Give every dropout layer of a net its own salt, by position."""
+    for number, layer in enumerate(m for m in net.modules() if isinstance(m, Dropout)):
+        layer.salt = number
