@@ -118,6 +118,8 @@ def test_info_of_recipe_model_and_run(trained):
     assert "step 12" in model and "classes" in model
     assert "tiny" in ict("info", trained).stdout
     assert "batch 77" in ict("info", "digits", "--set", "training.batch=77").stdout
+    paper = ict("info", "imagenet64-ict", "--tflops", 400).stdout
+    assert "282,168,003" in paper and "→ 1281 (step 700,000)" in paper and "83.2 days at 400 TFLOP/s" in paper
 
 
 def test_recipes_are_listed():
@@ -156,6 +158,8 @@ def test_a_budget_of_time(trained, tmp_path):
         (("sample", "."), "holds no model"),
         (("info", "nowhere.safetensors"), "no recipe"),
         (("report", "nowhere"), "recipe.toml"),
+        (("train", "cifar10-ict"), "set data.path"),
+        (("info", "digits", "--tflops", 0), "--tflops 0"),
         (("paint",), "No such command"),
         (("train", "digits", "--setp", 1), "No such option"),
     ],

@@ -8,11 +8,13 @@ from helpers import tiny_config
 from rich.console import Console
 
 from ict import rng
+from ict.config import load_recipe
 from ict.experiment import run
 from ict.model import ModelSpec, build_model
 from ict.nets.dropout import Dropout, dropout_mask
 from ict.objectives import build_objective
 from ict.objectives.base import Step
+from ict.recipes import find_recipe
 from ict.training.checkpoint import list_checkpoints
 from ict.training.log import RunLog
 
@@ -101,3 +103,21 @@ def test_runs_are_equal_to_the_bit_also_after_a_resume(tmp_path, monkeypatch):
     ends = [list_checkpoints(tmp_path / name)[-1] for name in "abc"]
     for file in ("student.safetensors", "ema-0.9.safetensors", "ema-0.99.safetensors"):
         assert len({(end / file).read_bytes() for end in ends}) == 1, file
+
+
+@pytest.mark.parametrize("recipe", ["cifar10-ict", "imagenet64-ict"])
+def test_the_papers_nets_compile_whole_and_agree_with_eager(recipe):
+    """Tolerance: 2e-3 of the largest output, for float32 with tf32 off."""
+    torch._dynamo.reset()
+    config = load_recipe(find_recipe(recipe), ["net.channels=64", "net.blocks=1"])
+    model = build_model(ModelSpec.from_config(config, tuple(map(str, range(config.data.classes))))).cuda().train()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    model = model.to(memory_format=torch.channels_last)
+    size, label = config.data.image_size, torch.arange(4, device="cuda") if config.data.classes else None
+    x, sigma = (
+        torch.randn(4, 3, size, size, device="cuda"),
+        torch.tensor([0.01, 0.5, 5.0, 80.0], device="cuda").double(),
+    )
+    eager, compiled = model(x, sigma, label, keys(4)), torch.compile(model, fullgraph=True)(x, sigma, label, keys(4))
+    assert (compiled - eager).abs().max() < 2e-3 * eager.abs().max()

@@ -156,8 +156,12 @@ def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) ->
 
 @app.command(help=COMMANDS["info"])
 def info(
-    what: Annotated[str, typer.Argument(help="A recipe, a model file, or the folder of a run.")], set_: SetOption = None
+    what: Annotated[str, typer.Argument(help="A recipe, a model file, or the folder of a run.")],
+    tflops: Annotated[float, typer.Option(help="Sustained speed of the GPU, for the estimate of the time.")] = 100.0,
+    set_: SetOption = None,
 ) -> None:
+    require(tflops > 0, f"--tflops {tflops}: must be above 0")
+
     from rich.console import Console
 
     from ict.info import describe_model, describe_recipe
@@ -166,7 +170,7 @@ def info(
         require(not set_, "--set changes a recipe; a model file stays as it is")
         Console().print(describe_model(Path(what)))
     else:
-        Console().print(describe_recipe(read_recipe(what, set_ or [])))
+        Console().print(describe_recipe(read_recipe(what, set_ or []), tflops=tflops))
 
 
 @app.command(help=COMMANDS["recipes"])

@@ -53,6 +53,7 @@ class DataConfig:
     """[data] What to learn."""
 
     source: str = "digits"
+    path: str = ""  # where it is, for sources that do not come with ict
     image_size: int = 8
     channels: int = 1
     classes: int = 0  # how many classes the model is told apart by; 0: not conditioned on a class
@@ -97,6 +98,7 @@ class NetConfig:
     scale_shift: bool = False  # adm: the embedding scales and shifts a norm (AdaGN), which hurts iCT
     embedding: str = "fourier"
     fourier_scale: float = 0.02
+    positional_scale: float = 1000.0  # factor of ¼ ln σ before the positional embedding
 
     def __post_init__(self) -> None:
         require(self.channels >= 8 and self.channels % 8 == 0, f"net.channels = {self.channels}: use a multiple of 8")
@@ -112,6 +114,7 @@ class NetConfig:
         )
         require(0 <= self.dropout < 1, f"net.dropout = {self.dropout}: use a rate from 0 to below 1")
         require(self.fourier_scale > 0, f"net.fourier_scale = {self.fourier_scale}: must be above 0 (iCT: 0.02)")
+        require(self.positional_scale > 0, f"net.positional_scale = {self.positional_scale}: must be above 0")
 
     def dropout_at(self, size: int) -> float:
         """The dropout rate of a block whose feature map has `size` pixels a side (appendix B)."""

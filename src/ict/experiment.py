@@ -152,8 +152,13 @@ def open_folder(folder: Path, config: Config, *, resume: bool, overwrite: bool) 
     return found
 
 
-# What a resumed run may change: how long it is, what it is called, and what it writes on the way.
-FREE = {"name", "about", *(f"training.{key}" for key in (*BOUNDS, "log_every", "save_every", "snapshots", "keep"))}
+# What a resumed run may change: how long it is, what it is called, where its data is, and what it writes on the way.
+FREE = {
+    "name",
+    "about",
+    "data.path",
+    *(f"training.{key}" for key in (*BOUNDS, "log_every", "save_every", "snapshots", "keep")),
+}
 
 
 def check_same(config: Config, found: Found) -> None:

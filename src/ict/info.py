@@ -5,9 +5,58 @@ from pathlib import Path
 from rich.table import Table
 
 from ict.config import Config, ConfigError, to_dict
-from ict.model import ConsistencyModel, ModelSpec, build_model, read_model
+from ict.cost import Cost, measure
+from ict.model import ModelSpec, read_model
 from ict.training.budget import Budget
 from ict.training.plan import Plan
+
+
+def describe_model(path: Path) -> Table:
+    """What a model file holds and what using it costs."""
+    _, spec, origin = read_model(path)
+    about = ", ".join(f"{key} {value}" for key, value in origin.items())
+    return _table({"model": str(path), "from": about, **_net_rows(spec, measure(spec))})
+
+
+def describe_recipe(config: Config, *, tflops: float) -> Table:
+    """What a recipe will build and do, and what it costs at a sustained speed; needs neither its data nor a GPU."""
+    spec = ModelSpec.from_config(config, tuple(str(i) for i in range(config.data.classes)))
+    cost, training = measure(spec), config.training
+    rows = {"recipe": config.name, "about": config.about, **_net_rows(spec, cost)}
+    rows["training"] = f"{cost.training / 1e9:,.2f} GFLOP an image: student forward and backward, teacher forward"
+    rows["memory"] = (
+        f"{_bytes(cost.training_memory(len(training.ema)))} for weights, gradients, RAdam and {len(training.ema)} "
+        f"average{'s'[: len(training.ema) > 1]}; {_bytes(cost.activations)} of activations an image (float32)"
+    )
+    rows["objective"] = ", ".join(f"{key} {value}" for key, value in to_dict(config.objective).items())
+    rows["run"] = ", ".join(f"{key} {value}" for key, value in to_dict(training).items())
+    try:
+        budget = Budget.from_config(training)
+    except ConfigError as error:
+        rows["warning"] = str(error)
+        return _table(rows)
+    plan = Plan.of(config, budget)
+    rows["levels"] = plan.describe()
+    if warning := plan.warning():
+        rows["warning"] = warning
+    if budget.steps is not None:
+        images = budget.steps * training.batch
+        seconds = images * cost.training / (tflops * 1e12)
+        rows["time"] = f"{images:,} images: {_duration(seconds)} at {tflops:g} TFLOP/s sustained (set --tflops)"
+    return _table(rows)
+
+
+def _net_rows(spec: ModelSpec, cost: Cost) -> dict[str, str]:
+    colour = "grey" if spec.channels == 1 else "colour"
+    return {
+        "images": f"{spec.image_size}×{spec.image_size}, {colour}",
+        "classes": str(len(spec.class_names)) if spec.class_names else "none",
+        "net": ", ".join(f"{key} {value}" for key, value in to_dict(spec.net).items()),
+        "parameters": f"{cost.parameters:,} ({_bytes(4 * cost.parameters)} in float32)",
+        "forward": f"{cost.forward / 1e9:,.2f} GFLOP an image: a sample in one step",
+        "noise": ", ".join(f"{key} {value:g}" for key, value in to_dict(spec.noise).items()),
+        "two steps": f"σ = {spec.noise.sigma_max:g}, {spec.sigma_mid:g}",
+    }
 
 
 def _table(rows: dict[str, str]) -> Table:
@@ -19,37 +68,12 @@ def _table(rows: dict[str, str]) -> Table:
     return table
 
 
-def _net_rows(model: ConsistencyModel, spec: ModelSpec) -> dict[str, str]:
-    parameters = sum(p.numel() for p in model.parameters())
-    channels, height, width = model.image_shape
-    return {
-        "images": f"{height}×{width}, {'grey' if channels == 1 else 'colour'}",
-        "classes": str(len(spec.class_names)) if spec.class_names else "none",
-        "net": ", ".join(f"{key} {value}" for key, value in to_dict(spec.net).items()),
-        "parameters": f"{parameters:,} ({parameters * 4 / 2**20:.1f} MiB in float32)",
-        "noise": ", ".join(f"{key} {value:g}" for key, value in to_dict(spec.noise).items()),
-        "two steps": f"σ = {spec.noise.sigma_max:g}, {spec.sigma_mid:g}",
-    }
+def _bytes(count: float) -> str:
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
-def describe_model(path: Path) -> Table:
-    model, spec, origin = read_model(path)
-    about = ", ".join(f"{key} {value}" for key, value in origin.items())
-    return _table({"model": str(path), "from": about, **_net_rows(model, spec)})
-
-
-def describe_recipe(config: Config) -> Table:
-    """What a recipe will build and do; needs neither its data nor a GPU."""
-    spec = ModelSpec.from_config(config, tuple(str(i) for i in range(config.data.classes)))
-    objective, training = config.objective, config.training
-    rows = {"recipe": config.name, "about": config.about, **_net_rows(build_model(spec), spec)}
-    rows["objective"] = ", ".join(f"{key} {value}" for key, value in to_dict(objective).items())
-    rows["training"] = ", ".join(f"{key} {value}" for key, value in to_dict(training).items())
-    try:
-        plan = Plan.of(config, Budget.from_config(training))
-        rows["levels"] = plan.describe()
-        if warning := plan.warning():
-            rows["warning"] = warning
-    except ConfigError as error:
-        rows["warning"] = str(error)
-    return _table(rows)
+def _duration(seconds: float) -> str:
+    for unit, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= unit:
+            return f"{seconds / unit:,.1f} {name}"
+    return f"{seconds:,.0f} seconds" if seconds >= 1 else "less than a second"

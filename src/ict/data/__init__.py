@@ -3,11 +3,17 @@
 from collections.abc import Callable
 
 from ict.config import ConfigError, DataConfig, choose
+from ict.data.cifar10 import load_cifar10
 from ict.data.digits import load_digits
+from ict.data.imagenet64 import load_imagenet64
 from ict.data.images import Images, to_float, to_uint8
 from ict.data.sampler import batch_indices, flip_mask
 
-SOURCES: dict[str, Callable[[DataConfig], Images]] = {"digits": load_digits}
+SOURCES: dict[str, Callable[[DataConfig], Images]] = {
+    "digits": load_digits,
+    "cifar10": load_cifar10,
+    "imagenet64": load_imagenet64,
+}
 
 
 def load_images(config: DataConfig) -> Images:

@@ -28,23 +28,34 @@ class FourierEmbedding(nn.Module):
 
 
 class PositionalEmbedding(nn.Module):
-    """[cos, sin](1000 · c_noise · w) with w from 1 down to 1/10000: the transformer's embedding of a position."""
+    """[cos, sin](scale · c_noise · w) with w from 1 down to 1/10000: the transformer's embedding of a position.
+
+    The scale is 1000 in the consistency models of 2023.
+    """
 
     frequencies: Tensor
 
-    def __init__(self, width: int, *, max_period: float = 10_000.0):
+    def __init__(self, width: int, *, scale: float = 1000.0, max_period: float = 10_000.0):
         super().__init__()
+        self.scale = scale
         half = width // 2
         frequencies = torch.exp(-math.log(max_period) * torch.arange(half, dtype=torch.float64) / half)
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
 
     def forward(self, c_noise: Tensor) -> Tensor:
-        angle = 1000 * c_noise.float()[:, None] * self.frequencies.float()
+        angle = self.scale * c_noise.float()[:, None] * self.frequencies.float()
         return torch.cat((angle.cos(), angle.sin()), dim=1)
 
 
 # name in a recipe -> (width, config of the net) -> module
 EMBEDDINGS: dict[str, Callable[[int, NetConfig], nn.Module]] = {
     "fourier": lambda width, config: FourierEmbedding(width, scale=config.fourier_scale),
-    "positional": lambda width, config: PositionalEmbedding(width),
+    "positional": lambda width, config: PositionalEmbedding(width, scale=config.positional_scale),
 }
+
+
+def sensitivity(embedding: nn.Module, sigma: Tensor) -> Tensor:
+    """‖∂ emb / ∂ log σ‖ at each noise level (Fig. 1a) -> [n]: what it makes of a little more noise."""
+    log_sigma = sigma.log().float()
+    slope = torch.func.jvp(lambda s: embedding(0.25 * s), (log_sigma,), (torch.ones_like(log_sigma),))[1]
+    return slope.norm(dim=1)

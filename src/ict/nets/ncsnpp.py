@@ -1,13 +1,14 @@
 """NCSN++ (Song et al., 2021) as consistency models use it on CIFAR-10: the VE net with a residual input pyramid.
 
-    x ─► convolution ─► [ blocks ─► halving block ─► + pyramid ]… ─► middle ─► [ blocks ─► attention ─► doubling block ]…
-    └─► pyramid: FIR filter and convolution of stride 2, joined to the trunk at every level      ─► norm, convolution
+    x ─► convolution ─► [blocks ─► halving block ─► + pyramid]… ─► middle ─► [blocks ─► attention ─► doubling block]…
+    └─► pyramid: FIR filter and convolution of stride 2, joined to the trunk at every level  ─► norm, convolution
 
 Every sum of two paths is scaled by √½. On the way up a level attends once, after its blocks.
 """
 
 import functools
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +120,7 @@ class NCSNpp(nn.Module):
         h, pyramid = self.conv_in(x), x
         skips = [h]
         for level, stages in enumerate(self.down):
-            for stage in stages:
+            for stage in cast(nn.ModuleList, stages):
                 h = stage(h, embedding, key)
                 skips.append(h)
             if level < len(self.shrink):
@@ -129,7 +130,7 @@ class NCSNpp(nn.Module):
         for stage in self.middle:
             h = stage(h, embedding, key)
         for level, blocks in enumerate(self.up):
-            for block in blocks:
+            for block in cast(nn.ModuleList, blocks):
                 h = block(torch.cat((h, skips.pop()), dim=1), embedding, key)
             h = self.attend[level](h)
             if level < len(self.grow):

@@ -1,0 +1,62 @@
+import pytest
+import torch
+from helpers import tiny_config
+
+from ict.config import load_recipe
+from ict.cost import measure, meta_model
+from ict.model import ModelSpec
+from ict.recipes import find_recipe
+
+
+def spec_of(name: str) -> ModelSpec:
+    config = load_recipe(find_recipe(name))
+    return ModelSpec.from_config(config, tuple(map(str, range(config.data.classes))))
+
+
+def test_the_papers_net_costs_what_others_measured():
+    """42.4 GFLOP forward, 169.5 for a training image: counted independently for a net of the same shape."""
+    cost = measure(spec_of("cifar10-ict"))
+    assert cost.forward / 1e9 == pytest.approx(42.4, rel=0.01)
+    assert cost.training / 1e9 == pytest.approx(169.5, rel=0.01)
+
+
+def test_a_small_net_is_counted_by_hand():
+    """The first convolution of a net alone: 2 · 9 · C_in · C_out · H · W."""
+    small, large = (
+        measure(ModelSpec.from_config(tiny_config(net={"channels": c, "attention": []}), ())) for c in (8, 16)
+    )
+    assert 3.5 < large.forward / small.forward < 4.1  # inner convolutions grow with the square of the width
+    assert 3.5 < small.training / small.forward < 4.1
+    assert 1.9 < large.activations / small.activations < 2.1
+
+
+def test_activations_are_what_the_backward_pass_keeps():
+    """Against the bytes that autograd really saves on the CPU."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    from ict.model import build_model
+
+    spec = ModelSpec.from_config(tiny_config(), tuple("0123456789"))
+    model, seen = build_model(spec).train(), {}
+    weights = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = (tensor, storage.nbytes())
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(
+            torch.zeros(1, 1, 8, 8), torch.ones(1), torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+        )
+    assert measure(spec).activations == pytest.approx(sum(size for _, size in seen.values()), rel=0.15)
+
+
+def test_nothing_is_allocated():
+    assert all(p.is_meta for p in meta_model(spec_of("imagenet64-ict-deep")).parameters())
+
+
+def test_training_memory():
+    cost = measure(ModelSpec.from_config(tiny_config(), ()))
+    assert cost.training_memory(averages=2) == 4 * cost.parameters * 6
