@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/step.py [recipe:batch ...]
 
-Float32, eager, random images. The batch is one GPU's share of the paper's, unless given: 1,024 over 8 GPUs for CIFAR-10,
-4,096 over 64 for ImageNet.
+Float32 weights, eager, random images. The batch is one GPU's share of the paper's, unless given: 1,024 over 8 GPUs for
+CIFAR-10, 4,096 over 64 for ImageNet.
 """
 
 import sys
@@ -51,7 +51,9 @@ def step_time(name: str, batch: int, *, warm: int = 3, timed: int = 8) -> tuple[
 
 def main() -> None:
     torch.manual_seed(0)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, float32, eager")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, float32 weights, tf32 in convolutions: {torch.backends.cudnn.allow_tf32}"
+    )
     print("recipe               batch  images/s  TFLOP/s  memory GiB  loss")
     for share in sys.argv[1:] or SHARES:
         name, _, batch = share.partition(":")
