@@ -51,9 +51,8 @@ def step_time(name: str, batch: int, *, warm: int = 3, timed: int = 8) -> tuple[
 
 def main() -> None:
     torch.manual_seed(0)
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, float32 weights, tf32 in convolutions: {torch.backends.cudnn.allow_tf32}"
-    )
+    tf32 = torch.backends.cudnn.allow_tf32
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, float32 weights, tf32 in convolutions: {tf32}")
     print("recipe               batch  images/s  TFLOP/s  memory GiB  loss")
     for share in sys.argv[1:] or SHARES:
         name, _, batch = share.partition(":")
