@@ -30,16 +30,21 @@ format: $(VENV)/dev
 clean:
 	rm -rf $(VENV) dist
 
-$(BIN)/python:
+# Stamps, so that a half-made environment is made again: one for the environment, one for what running needs, one for
+# what developing needs. The constraints also hold for what builds the package.
+INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+$(VENV)/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "ict needs Python 3.11 or newer; point to one with: make PYTHON=/path/to/python3.12 ..."; exit 2; }
+	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-
-# One stamp for what running needs, one for what developing needs.
-$(VENV)/core: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+$(VENV)/core: pyproject.toml constraints.txt | $(VENV)/made
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/dev: pyproject.toml constraints.txt | $(VENV)/made
+	$(INSTALL) -e '.[dev]'
 	@touch $@

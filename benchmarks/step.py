@@ -12,12 +12,11 @@ from dataclasses import replace
 
 import torch
 
-from ict.config import load_recipe
 from ict.cost import measure
 from ict.data import Images
 from ict.experiment import make_deterministic
 from ict.model import ModelSpec, build_model
-from ict.recipes import find_recipe
+from ict.recipes import find_recipe, load_recipe
 from ict.training.budget import Budget
 from ict.training.loop import new_state, train
 

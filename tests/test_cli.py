@@ -1,6 +1,7 @@
 """The command line as a person meets it: real processes, exit codes, messages."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,9 +14,9 @@ from helpers import tiny_config
 from PIL import Image
 
 from ict.cli import app
-from ict.config import to_toml
 from ict.frontpage import COMMANDS
 from ict.model import ModelSpec, build_model, pack_model
+from ict.recipes import to_toml
 
 ROOT = Path(__file__).parents[1]
 
@@ -160,6 +161,14 @@ def test_a_budget_of_time(trained, tmp_path):
         (("report", "nowhere"), "recipe.toml"),
         (("train", "cifar10-ict"), "set data.path"),
         (("info", "digits", "--tflops", 0), "--tflops 0"),
+        (("train", "digits", "--set", "objective.distance=lpips"), "choose from pseudo_huber"),
+        (("train", "digits", "--set", "training.lr_schedule=warm"), "choose from constant"),
+        (("train", "digits", "--set", "training.lr=1" + "0" * 400), "too large"),
+        (("train", "digits", "--set", "training.batch=100000000000"), "training.batch"),
+        (("train", "digits", "--set", "objective.p_mean=1000", "--set", "objective.p_std=0.1"), "put no weight"),
+        (("train", "digits", "--set", "name=2024-01-01"), "must be a text, not a date"),
+        (("train", "digits", "--set", "a=1\nb=2"), "section.key=value"),
+        (("train", "digits", "--out", ""), "--out"),
         (("paint",), "No such command"),
         (("train", "digits", "--setp", 1), "No such option"),
     ],
@@ -175,6 +184,11 @@ def test_user_errors_end_with_a_message_and_code_2(arguments, message, tmp_path)
     ("arguments", "message"),
     [
         (("--label", "cat"), "no class is called 'cat'"),
+        (("--label", "²"), "no class is called"),
+        (("--label", ""), "no class is called"),
+        (("--sigmas", ""), "--sigmas"),
+        (("-n", 10**12), "at most 10 million"),
+        (("--scale", 100000), "too large"),
         (("--sigmas", "80,x"), "--sigmas 80,x"),
         (("--sigmas", "80,99"), "falling"),
         (("--steps", 0), "steps = 0"),
@@ -186,6 +200,31 @@ def test_user_errors_end_with_a_message_and_code_2(arguments, message, tmp_path)
 def test_sample_refuses_what_it_cannot_do(arguments, message, trained, tmp_path):
     done = ict("sample", trained, "--out", tmp_path / "x.png", *arguments)
     assert done.returncode == 2 and message in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_pictures_are_png(trained, tmp_path):
+    done = ict("sample", trained, "--out", tmp_path / "x.jpg")
+    assert done.returncode == 2 and "written as .png" in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_a_reader_that_goes_away_does_not_stop_a_run(trained, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = f"{sys.executable} -m ict train {trained} --out {tmp_path / 'run'} --set training.log_every=1 | head -2"
+    subprocess.run(command, shell=True, env=environment, capture_output=True, check=True)
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_terminal_without_our_characters(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-m", "ict", "info", "digits"], capture_output=True, env=environment)
+    assert done.returncode == 0 and b"639,649" in done.stdout
+
+
+def test_the_recipe_of_a_run_belongs_to_that_run(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "elsewhere")
+    done = ict("train", tmp_path / "elsewhere" / "recipe.toml", "--resume", "--steps", 13, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "elsewhere" / "checkpoints" / "step-00000013").is_dir()
 
 
 def test_a_damaged_model_file(trained, tmp_path):

@@ -6,8 +6,8 @@ from helpers import TINY, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ict.config import Config, ConfigError, bind, from_dict, load_recipe, parse_duration, to_dict, to_toml
-from ict.recipes import find_recipe, list_recipes
+from ict.config import Config, ConfigError, bind, from_dict, parse_duration, to_dict
+from ict.recipes import find_recipe, list_recipes, load_recipe, to_toml
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -60,9 +60,7 @@ def test_configs_are_frozen(tiny):
 
 
 @given(
-    st.fixed_dictionaries(
-        {"seed": st.integers(0, 2**63 - 1), "about": st.text(st.characters(codec="utf-8", exclude_characters="\x7f"))}
-    ),
+    st.fixed_dictionaries({"seed": st.integers(0, 2**63 - 1), "about": st.text(st.characters(codec="utf-8"))}),
     st.floats(1e-9, 1e3),
     st.lists(st.integers(1, 8), min_size=1, max_size=4),
 )

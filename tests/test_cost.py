@@ -2,10 +2,9 @@ import pytest
 import torch
 from helpers import tiny_config
 
-from ict.config import load_recipe
 from ict.cost import measure, meta_model
 from ict.model import ModelSpec
-from ict.recipes import find_recipe
+from ict.recipes import find_recipe, load_recipe
 
 
 def spec_of(name: str) -> ModelSpec:

@@ -7,11 +7,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from ict.config import load_recipe
 from ict.data import load_images, to_uint8
 from ict.evaluation.report import nearest
 from ict.experiment import run
-from ict.recipes import find_recipe
+from ict.recipes import find_recipe, load_recipe
 from ict.sampling import Generator, load
 
 pytestmark = pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -14,12 +15,14 @@ import torch
 from helpers import tiny_config
 from rich.console import Console
 
+import ict.experiment as experiment
 import ict.training.checkpoint as checkpoint
 from ict.config import ConfigError
 from ict.experiment import run
-from ict.files import DamagedFile, write_atomically
+from ict.files import DamagedFile, list_checkpoints, step_of, write_atomically
 from ict.sampling import load
-from ict.training.checkpoint import check_checkpoint, find_checkpoint, list_checkpoints
+from ict.training.checkpoint import check_checkpoint, find_checkpoint
+from ict.training.ema import WeightAverage
 from ict.training.log import RunLog, TrainingFailed, read_log
 
 
@@ -97,24 +100,55 @@ def test_a_resumed_run_equals_the_unbroken_one_to_the_bit(step, whole, tmp_path,
     assert result(tmp_path / "run") == result(whole)
 
 
-def test_an_interrupted_run_saves_and_resumes_to_the_bit(whole, tmp_path, monkeypatch):
-    original = RunLog.step
+PLACES = {
+    "the optimiser's step": (torch.optim.RAdam, "step"),
+    "an average": (WeightAverage, "update"),
+    "the log": (RunLog, "step"),
+    "a snapshot": (experiment.Run, "snapshot"),
+    "a save": (experiment.Run, "save"),
+}
 
-    def interrupt(self, state):
-        record = original(self, state)
-        if state.step == 5:
-            raise KeyboardInterrupt
-        return record
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_ctrl_c_anywhere_in_a_step_saves_a_whole_one(place, moment, whole, tmp_path, monkeypatch):
+    """The signal comes inside the sixth step; the run ends at the step's end and goes on from there, to the bit."""
+    owner, name = PLACES[place]
+    original, calls = getattr(owner, name), []
+
+    def interrupted(self, *arguments, **options):
+        calls.append(None)
+        due = len(calls) == {"update": 11, "snapshot": 1, "save": 1}.get(name, 6)
+        if due and moment == "before":
+            signal.raise_signal(signal.SIGINT)
+        result = original(self, *arguments, **options)
+        if due and moment == "after":
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    console = quiet()
     with monkeypatch.context() as patch:
-        patch.setattr(RunLog, "step", interrupt)
-        console = quiet()
+        patch.setattr(owner, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(tiny_config(), tmp_path / "run", device="cpu", console=console)
-    assert "stopped at step 5 and saved" in said(console)
-    assert list_checkpoints(tmp_path / "run")[-1].name == "step-00000005"
+    step = 4 if name == "save" else 6
+    assert f"stopped at step {step} and saved" in said(console)
+    assert list_checkpoints(tmp_path / "run")[-1].name == f"step-0000000{step}"
     run(tiny_config(), tmp_path / "run", device="cpu", resume=True, console=quiet())
     assert result(tmp_path / "run") == result(whole)
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path, monkeypatch):
+    def twice(self, state):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(RunLog, "step", twice)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_config(), tmp_path / "run", device="cpu", console=quiet())
+    assert list_checkpoints(tmp_path / "run") == []
+    monkeypatch.undo()
+    run(tiny_config(training={"steps": 1}), tmp_path / "run", device="cpu", console=quiet())  # nothing is in the way
 
 
 def test_resuming_a_finished_run_changes_nothing(whole, tmp_path):
@@ -147,10 +181,101 @@ def test_only_the_newest_checkpoints_stay(tmp_path):
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000008", "step-00000012"]
 
 
-def test_a_diverged_run_stops_with_an_explanation(tmp_path):
-    config = tiny_config(training={"lr": 1e30, "log_every": 1})
-    with pytest.raises(TrainingFailed, match=r"lower training.lr"):
+@pytest.mark.parametrize("log_every", [1, 1000])
+def test_a_diverged_run_stops_and_saves_nothing_of_it(log_every, tmp_path):
+    """Whether the log or a checkpoint comes first."""
+    config = tiny_config(training={"lr": 1e30, "log_every": log_every, "save_every": 2})
+    with pytest.raises(TrainingFailed, match=r"diverged.*lower training\.lr"):
         run(config, tmp_path / "run", device="cpu", console=quiet())
+    assert list_checkpoints(tmp_path / "run") == [] and not (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"objective": {"distance": "lpips"}},
+        {"objective": {"kind": "ct"}},
+        {"training": {"lr_schedule": "steps"}},
+        {"objective": {"p_mean": 1000.0, "p_std": 0.1}},
+        {"noise": {"rho": 1e-300}},
+    ],
+)
+def test_what_cannot_run_fails_before_a_run_is_replaced(change, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    for options in ({"overwrite": True}, {}):
+        with pytest.raises(ConfigError):
+            run(tiny_config(**change), tmp_path / "run", device="cpu", console=quiet(), **options)
+        assert result(tmp_path / "run") == result(whole)
+    with pytest.raises(ConfigError):
+        run(tiny_config(**change), tmp_path / "new", device="cpu", console=quiet())
+    assert not (tmp_path / "new").exists()
+
+
+def test_overwriting_leaves_what_is_not_ours(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    foreign = [
+        "samples/holiday.jpg",
+        "checkpoints/other.pt",
+        "checkpoints/step-00000004-best/a",
+        "samples/step-final.png",
+    ]
+    for name in foreign:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("mine")
+    run(tiny_config(training={"keep": 1}), folder, device="cpu", overwrite=True, console=quiet())
+    assert all((folder / name).read_text() == "mine" for name in foreign)
+    assert [path.name for path in list_checkpoints(folder)] == ["step-00000012"]
+
+
+def test_a_folder_of_other_things_is_not_a_run(tmp_path):
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "holiday.jpg").write_text("mine")
+    run(tiny_config(training={"steps": 1}), tmp_path, device="cpu", console=quiet())
+    assert (tmp_path / "samples" / "holiday.jpg").read_text() == "mine"
+
+
+def test_damaged_checkpoints_are_put_aside_and_never_crowd_out_good_ones(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    (folder / "checkpoints" / "step-00000012" / "optimiser.pt").unlink()
+    run(tiny_config(training={"keep": 1, "steps": 10}), folder, device="cpu", resume=True, console=quiet())
+    assert [path.name for path in list_checkpoints(folder)] == ["step-00000010"]
+    assert (folder / "checkpoints" / "damaged-step-00000012").is_dir()
+    assert find_checkpoint(folder).manifest["step"] == 10
+    assert [path.name for path in sorted((folder / "samples").iterdir())] == ["step-00000006.png", "step-00000010.png"]
+
+
+def test_checkpoints_are_ordered_by_number(tmp_path):
+    for step in (99_999_999, 100_000_000, 5):
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [5, 99_999_999, 100_000_000]
+
+
+def test_a_run_can_be_made_longer_not_shorter(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"training\.steps = 3, but .*step-00000012 is past that"):
+        run(tiny_config(training={"steps": 3}), tmp_path / "run", device="cpu", resume=True, console=quiet())
+
+
+def test_the_end_of_a_run_is_logged(tmp_path):
+    run(tiny_config(training={"steps": 5}), tmp_path / "run", device="cpu", console=quiet())
+    assert [record["step"] for record in read_log(tmp_path / "run" / "log.jsonl")] == [1, 3, 5]
+
+
+def test_names_with_brackets_are_printed_as_they_are(tmp_path):
+    console = quiet()
+    run(tiny_config(training={"steps": 1}), tmp_path / "m[red][/x]", device="cpu", console=console)
+    assert "m[red][/x]/model.safetensors" in said(console)
+
+
+def test_a_resume_elsewhere_says_that_bits_may_differ(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    manifest = tmp_path / "run" / "checkpoints" / "step-00000012" / "checkpoint.json"
+    manifest.write_text(manifest.read_text().replace('"threads": 1', '"threads": 64'))
+    console = quiet()
+    run(tiny_config(), tmp_path / "run", device="cpu", resume=True, console=console)
+    assert "threads 64 then and 1 now" in said(console)
 
 
 # --- faults
@@ -181,6 +306,32 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_used(name, damage, who
     run(tiny_config(), tmp_path / "run", device="cpu", resume=True, console=console)
     assert "passed over" in said(console) and name in said(console)
     assert result(tmp_path / "run") == result(whole)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {}},
+        {"files": None},
+        {"files": {"../../../etc/passwd": "0"}},
+        {"step": "x"},
+        {"step": -5},
+        {"seconds": None},
+        {"extras": {}},
+        {"extras": {"log": {}}},
+        {"recipe": {"trainig": 1}},
+        {"model": "../../model.safetensors"},
+        {"made_with": 3},
+    ],
+)
+def test_a_manifest_that_was_tampered_with_is_passed_over(change, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    path = list_checkpoints(tmp_path / "run")[-1] / "checkpoint.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert find_checkpoint(tmp_path / "run").path.name == "step-00000008"
+    (tmp_path / "run" / "model.safetensors").unlink()
+    with pytest.raises(DamagedFile, match=r"checkpoint\.json"):
+        load(tmp_path / "run")
 
 
 def test_no_good_checkpoint_is_an_error_that_names_each(whole, tmp_path):
@@ -245,8 +396,10 @@ def test_an_atomic_write_keeps_the_old_file_on_an_error(tmp_path, monkeypatch):
 
 
 def test_a_log_line_that_was_cut_off_is_passed_over(tmp_path):
-    (tmp_path / "log").write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert read_log(tmp_path / "log") == [{"step": 1}, {"step": 2}]
-    (tmp_path / "log").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(ConfigError, match="line 2"):
-        read_log(tmp_path / "log")
+    line = '{"step": 1, "loss": 2.5}\n'
+    (tmp_path / "log").write_text(line + line + '{"st')
+    assert read_log(tmp_path / "log") == [{"step": 1, "loss": 2.5}] * 2
+    for broken in (b'{"st', b"5", b"[]", b"\xff\xfe"):
+        (tmp_path / "log").write_bytes(line.encode() + broken + b"\n" + line.encode())
+        with pytest.raises(ConfigError, match="line 2"):
+            read_log(tmp_path / "log")

@@ -136,6 +136,34 @@ def test_a_foreign_file_is_refused(tmp_path):
         read_model(tmp_path / "missing.safetensors")
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{", "[]", "null", '"x"', "{}",
+        '{"format": "ict-model-1"}',
+        '{"format": "ict-model-1", "spec": [], "origin": {}}',
+        '{"format": "ict-model-1", "spec": {"channels": 1}, "origin": {}}',
+        '{"format": "ict-model-1", "spec": {"image_size": 8, "channels": -1}, "origin": {}}',
+        '{"format": "ict-model-1", "spec": {"image_size": 8, "channels": 1, "sigma_mid": -1.0}, "origin": {}}',
+        '{"format": "ict-model-1", "spec": {"image_size": 8, "channels": 1, "net": {"blocks": 1000000}}, "origin": {}}',
+        '{"format": "ict-model-1", "spec": {"image_size": 8, "channels": 1}, "origin": 3}',
+        '{"format": "ict-model-9", "spec": {"image_size": 8, "channels": 1}, "origin": {}}',
+    ],
+)  # fmt: skip
+def test_a_header_that_says_nonsense_is_refused(header, tmp_path):
+    safetensors.torch.save_file({"a": torch.zeros(2)}, tmp_path / "m.safetensors", metadata={"ict": header})
+    with pytest.raises((ConfigError, DamagedFile), match=r"m\.safetensors"):
+        read_model(tmp_path / "m.safetensors")
+
+
+def test_weights_that_are_not_finite_are_refused(saved):
+    path, model, spec = saved
+    weights = {name: tensor * float("nan") for name, tensor in model.state_dict().items()}
+    path.write_bytes(pack_model(spec, weights, {}))
+    with pytest.raises(DamagedFile, match="not finite"):
+        read_model(path)
+
+
 def test_weights_that_do_not_fit_are_refused(saved):
     path, model, _ = saved
     wider = ModelSpec.from_config(tiny_config(net={"channels": 16}), tuple("0123456789"))

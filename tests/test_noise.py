@@ -75,12 +75,17 @@ def test_uniform_is_uniform():
 def test_drawn_pairs_follow_the_distribution():
     pmf = lognormal_pmf(karras_sigmas(11))
     u = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
-    share = torch.bincount(draw_pairs(pmf, u), minlength=10) / 100_000
+    share = torch.bincount(draw_pairs(pmf.cumsum(0), u), minlength=10) / 100_000
     assert (share - pmf).abs().max() < 2e-5
 
 
 def test_drawn_pairs_stay_in_range():
     pmf = lognormal_pmf(karras_sigmas(1281))
-    drawn = draw_pairs(pmf, torch.tensor([2**-33, 1 - 2**-33], dtype=torch.float64))
+    drawn = draw_pairs(pmf.cumsum(0), torch.tensor([2**-33, 1 - 2**-33], dtype=torch.float64))
     assert drawn.min() >= 0 and drawn.max() <= 1279
-    assert draw_pairs(torch.tensor([1.0, 0.0], dtype=torch.float64), torch.tensor([0.999999])).item() == 0
+    assert draw_pairs(torch.tensor([1.0, 1.0], dtype=torch.float64), torch.tensor([0.999999])).item() == 0
+
+
+def test_a_distribution_without_weight_on_the_grid_is_refused():
+    with pytest.raises(ValueError, match="put no weight between"):
+        lognormal_pmf(karras_sigmas(11), p_mean=1000.0, p_std=0.1)

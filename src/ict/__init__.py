@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ict.config import Config, load_recipe
+    from ict.config import Config
     from ict.experiment import run
     from ict.model import ConsistencyModel
+    from ict.recipes import load_recipe
     from ict.sampling import Generator, load
 
 __all__ = ["Config", "ConsistencyModel", "Generator", "load", "load_recipe", "run"]
@@ -23,7 +24,7 @@ _HOMES = {
     "ConsistencyModel": "ict.model",
     "Generator": "ict.sampling",
     "load": "ict.sampling",
-    "load_recipe": "ict.config",
+    "load_recipe": "ict.recipes",
     "run": "ict.experiment",
 }
 

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ict.config import Config, ConfigError, load_recipe, parse_duration, require
+from ict.config import Config, ConfigError, parse_duration, require
 from ict.files import DamagedFile
 from ict.frontpage import COMMANDS, page
-from ict.recipes import find_recipe, list_recipes
+from ict.recipes import find_recipe, list_recipes, load_recipe
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=page())
 
@@ -24,6 +24,8 @@ DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto ta
 
 def run_command() -> int:
     """Run the command line; errors of the user's end with a message and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore  # a terminal without → and σ still gets the rest
     try:
         app()
     except (ConfigError, DamagedFile) as error:
@@ -31,7 +33,10 @@ def run_command() -> int:
     except OSError as error:
         return fail(explain(error))
     except RuntimeError as error:
-        if type(error).__name__ != "TrainingFailed":  # known by name: importing it would load torch
+        kind = type(error).__name__  # known by name: importing the classes would load torch
+        if kind == "OutOfMemoryError":
+            return fail(f"{str(error).splitlines()[0]} Raise training.accumulate, or lower training.batch or --batch")
+        if kind != "TrainingFailed":
             raise
         return fail(str(error), code=1)
     return 0
@@ -45,7 +50,7 @@ def fail(message: str, *, code: int = 2) -> int:
 def explain(error: OSError) -> str:
     what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{what}. Free some space, then go on with --resume; the last good checkpoint is still in place"
+        return f"{what}. Free some space and try again; a run goes on from its last good checkpoint with --resume"
     return what
 
 
@@ -74,8 +79,10 @@ def train(
         given = [f'training.budget="{budget}"']
     given += [] if seed is None else [f"seed={seed}"]
     config = read_recipe(recipe, [*(set_ or []), *given])
-    if out is None:
-        out = Path(recipe) if (Path(recipe) / "recipe.toml").is_file() else Path("runs") / config.name
+    source = find_recipe(recipe)
+    if out is None:  # the recipe of a run belongs to that run
+        out = source.parent if source.name == "recipe.toml" else Path("runs") / config.name
+    require(str(out) != "." or source.parent == out, "--out: give the run's folder a name")
 
     from ict.experiment import run
 
@@ -108,7 +115,12 @@ def sample(
     batch: Annotated[int, typer.Option(help="Images computed at a time.")] = 256,
     device: DeviceOption = "auto",
 ) -> None:
-    ladder = parse_sigmas(sigmas) if sigmas else None
+    ladder = None if sigmas is None else parse_sigmas(sigmas)
+    sheet = out.suffix.lower() == ".png"
+    require(
+        sheet or out.suffix.lower() not in (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
+        f"--out {out}: pictures are written as .png; give a .png or a folder",
+    )
     require(columns is None or columns >= 1, f"--columns {columns}: use at least 1")
     require(scale is None or scale >= 1, f"--scale {scale}: use at least 1")
 
@@ -117,19 +129,21 @@ def sample(
     from ict.experiment import pick_device
     from ict.files import write_atomically
     from ict.pictures import comfortable_scale, grid, png
-    from ict.sampling import load
+    from ict.sampling import check_count, load
 
     generator = load(model, ema=ema, device=pick_device(device))
-    labels = [one.strip() for one in itertools.islice(itertools.cycle(label.split(",")), count)] if label else None
+    check_count(count)
+    turns = itertools.cycle([] if label is None else label.split(","))
+    labels = [one.strip() for one in itertools.islice(turns, count)] or None
     with Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
         task = bar.add_task("drawing", total=count)
         images = generator.sample(
             count, steps=steps, seed=seed, label=labels, sigmas=ladder, batch=batch,
             progress=lambda drawn: bar.update(task, completed=drawn),
         )  # fmt: skip
-    if out.suffix.lower() == ".png":
-        sheet = grid(images, columns=columns, scale=scale or comfortable_scale(generator.spec.image_size))
-        write_atomically(out, png(sheet))
+    if sheet:
+        picture = grid(images, columns=columns, scale=scale or comfortable_scale(generator.spec.image_size))
+        write_atomically(out, png(picture))
     else:
         digits = max(5, len(str(count - 1)))
         for number, image in enumerate(images):
@@ -177,8 +191,9 @@ def info(
 def recipes() -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("recipe", "about", box=None)
     for name, path in list_recipes().items():
-        table.add_row(name, load_recipe(path).about)
+        table.add_row(name, Text(load_recipe(path).about))
     Console().print(table)

@@ -1,20 +1,17 @@
-"""A recipe: frozen dataclasses <-> TOML. What it does not know it refuses, and says what was probably meant.
+"""What a recipe says: frozen dataclasses that refuse nonsense, and suggest what was probably meant.
 
-Nothing here imports torch, so that the command line can check and print recipes at once.
+Nothing here imports torch, so that the command line can check recipes at once.
 """
 
 import dataclasses
 import difflib
 import functools
 import inspect
-import json
 import re
-import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -101,12 +98,15 @@ class NetConfig:
     positional_scale: float = 1000.0  # factor of ¼ ln σ before the positional embedding
 
     def __post_init__(self) -> None:
-        require(self.channels >= 8 and self.channels % 8 == 0, f"net.channels = {self.channels}: use a multiple of 8")
         require(
-            len(self.multipliers) > 0 and min(self.multipliers) > 0,
-            f"net.multipliers = {list(self.multipliers)}: give one whole number above 0 for each resolution",
+            8 <= self.channels <= 4096 and self.channels % 8 == 0,
+            f"net.channels = {self.channels}: use a multiple of 8, at most 4096",
         )
-        require(self.blocks >= 1, f"net.blocks = {self.blocks}: use at least 1")
+        require(
+            0 < len(self.multipliers) <= 8 and 1 <= min(self.multipliers) <= max(self.multipliers) <= 64,
+            f"net.multipliers = {list(self.multipliers)}: give 1 to 8 whole numbers from 1 to 64, one a resolution",
+        )
+        require(1 <= self.blocks <= 64, f"net.blocks = {self.blocks}: use 1 to 64")
         require(self.head_channels >= 0, f"net.head_channels = {self.head_channels}: use 0 (one head) or more")
         require(
             self.dropout_max_size is None or self.dropout_max_size >= 1,
@@ -138,12 +138,17 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         require(self.s0 >= 1, f"objective.s0 = {self.s0}: use at least 1")
+        require(self.s1 <= 2**20, f"objective.s1 = {self.s1}: use at most {2**20} (the paper: 1280)")
         require(
             self.s0 <= self.s1,
             f"objective.s0 = {self.s0} is above objective.s1 = {self.s1}: N rises from s0 + 1 to s1 + 1",
         )
         require(self.p_std > 0, f"objective.p_std = {self.p_std}: must be above 0")
         require(self.c is None or self.c > 0, f"objective.c = {self.c}: must be above 0, or left out for 0.00054·√d")
+
+
+# Keys of [training] that bound a run: one of them, not more.
+BOUNDS = ("steps", "images", "budget")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +174,7 @@ class TrainingConfig:
     deterministic: bool = True  # on a GPU: only kernels that give the same bits every time
 
     def __post_init__(self) -> None:
-        given = [name for name in ("steps", "images", "budget") if getattr(self, name) is not None]
+        given = [name for name in BOUNDS if getattr(self, name) is not None]
         require(
             len(given) <= 1, f"training.{' and training.'.join(given)} are both set: a run is bounded by one of them"
         )
@@ -177,7 +182,7 @@ class TrainingConfig:
         require(self.images is None or self.images >= 1, f"training.images = {self.images}: use at least 1")
         if self.budget is not None:
             parse_duration("training.budget", self.budget)
-        require(self.batch >= 1, f"training.batch = {self.batch}: use at least 1")
+        require(1 <= self.batch <= 2**20, f"training.batch = {self.batch}: use 1 to {2**20}")
         require(
             1 <= self.accumulate <= self.batch and self.batch % self.accumulate == 0,
             f"training.accumulate = {self.accumulate} must divide training.batch = {self.batch}",
@@ -247,12 +252,15 @@ def parse_duration(key: str, text: str) -> float:
     return seconds
 
 
-# --- TOML and dict -> dataclass
+# --- dict <-> dataclass
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """Build a (nested) config dataclass; unknown keys and wrong types are errors that name the key."""
+    require(isinstance(values, Mapping), f"{path.rstrip('.') or cls.__name__} must be a section of keys")
     hints = typing.get_type_hints(cls)
+    needed = [f.name for f in dataclasses.fields(cls) if _has_no_default(f) and f.name not in values]  # type: ignore
+    require(not needed, f"{path}{needed[0] if needed else ''} is missing")
     arguments = {}
     for key, value in values.items():
         where = f"{path}{key}"
@@ -261,6 +269,10 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
             raise ConfigError(f"unknown {what} {where!r}{suggest(key, hints)}; here are: {', '.join(sorted(hints))}")
         arguments[key] = _convert(hints[key], value, where)
     return cls(**arguments)
+
+
+def _has_no_default(entry: dataclasses.Field) -> bool:
+    return entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -274,9 +286,12 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         require(isinstance(value, list | tuple), f"{where} = {value!r} must be a list of {_NAMES[item]}s")
         return tuple(_convert(item, one, where) for one in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        require(abs(value) < 2**1023, f"{where} is too large a number")
         value = float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{where} = {value!r} must be a {_NAMES[hint]}, not a {_NAMES.get(type(value), 'list')}")
+        raise ConfigError(
+            f"{where} = {value!r} must be a {_NAMES[hint]}, not a {_NAMES.get(type(value), type(value).__name__)}"
+        )
     require(hint is not float or abs(value) < float("inf"), f"{where} = {value!r} must be finite")
     return value
 
@@ -294,59 +309,3 @@ def to_dict(config: Any) -> dict[str, Any]:
         elif value is not None:
             out[entry.name] = list(value) if isinstance(value, tuple) else value
     return out
-
-
-def to_toml(config: Config) -> str:
-    """A recipe that reads back to the same config."""
-    values = to_dict(config)
-    top = [f"{key} = {_literal(value)}" for key, value in values.items() if not isinstance(value, dict)]
-    sections = [
-        "\n".join([f"\n[{key}]", *(f"{name} = {_literal(one)}" for name, one in value.items())])
-        for key, value in values.items()
-        if isinstance(value, dict)
-    ]
-    return "\n".join([*top, *sections]) + "\n"
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(_literal(one) for one in value)}]"
-    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
-
-
-def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a recipe and apply `a.b=value` overrides."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a text file in UTF-8: a recipe is a .toml file") from error
-    for override in overrides:
-        _apply(values, override)
-    try:
-        return from_dict(Config, values)
-    except ConfigError as error:
-        raise ConfigError(f"{path.name}: {error}") from error
-
-
-def _apply(values: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    require(bool(equals and key.strip()), f"--set {override!r}: write it as section.key=value")
-    *sections, last = key.strip().split(".")
-    for section in sections:
-        values = values.setdefault(section, {})
-        require(isinstance(values, dict), f"--set {override!r}: {section!r} is a value, not a section")
-    if text.strip().lower() == "none":
-        values.pop(last, None)
-        return
-    if last in BOUNDS:  # a new bound on the run replaces the recipe's
-        for other in BOUNDS:
-            values.pop(other, None)
-    try:
-        values[last] = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        values[last] = text.strip()  # a bare word is text
-
-
-BOUNDS = ("steps", "images", "budget")

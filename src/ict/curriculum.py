@@ -20,11 +20,11 @@ def exponential(step: int, total_steps: int, *, s0: int, s1: int) -> int:
 
 
 def sqrt(step: int, total_steps: int, *, s0: int, s1: int) -> int:
-    """N(k) = ⌈√(k/K · ((s1+1)² − s0²) + s0²) − 1⌉ + 1 (Table 1): the choice of 2023. Starts at s0, not s0 + 1."""
+    """N(k) = ⌈√(k/K · ((s1+1)² − s0²) + s0²) − 1⌉ + 1 (Table 1): the choice of 2023. Starts at s0 (2 or more)."""
     # In whole numbers: a float root just above an integer would be rounded up by ⌈ ⌉ to the next level.
     gained = _done(step, total_steps) * ((s1 + 1) ** 2 - s0**2)
     radicand = s0**2 - (-gained // max(1, total_steps))  # ⌈ ⌉ of what stands under the root
-    return math.isqrt(radicand - 1) + 1
+    return max(2, math.isqrt(radicand - 1) + 1)  # two levels make a pair
 
 
 def constant(step: int, total_steps: int, *, s0: int, s1: int) -> int:

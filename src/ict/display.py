@@ -1,5 +1,7 @@
 """What a person sees while a run goes on: a live line on a terminal, plain lines anywhere else."""
 
+import os
+import sys
 from types import TracebackType
 from typing import Any, Self
 
@@ -7,6 +9,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from ict.training.loop import TrainState
+
+
+class LastingConsole(Console):
+    """A console whose reader may go away (`ict train … | head`) without stopping the run."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def format_time(seconds: float) -> str:

@@ -1,29 +1,30 @@
 """One run from recipe to report: hangs log, samples, checkpoints and the page on the loop's yield."""
 
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.text import Text
 
-from ict.config import BOUNDS, Config, ConfigError, require, to_dict, to_toml
+from ict.config import Config, ConfigError, require
 from ict.data import Images, load_images
-from ict.display import TrainingDisplay, format_time
+from ict.display import LastingConsole, TrainingDisplay, format_time
 from ict.evaluation.report import write_report
-from ict.files import write_atomically
+from ict.files import step_name, write_atomically
 from ict.model import ModelSpec, build_model, pack_model
+from ict.objectives import Step, build_objective
 from ict.pictures import comfortable_scale, grid, png
+from ict.runfolder import open_folder
 from ict.sampling import Generator
 from ict.training.budget import Budget
-from ict.training.checkpoint import Found, find_checkpoint, restore, save_checkpoint
-from ict.training.log import RunLog
-from ict.training.loop import TrainState, new_state, train
+from ict.training.checkpoint import Found, restore, save_checkpoint, surroundings
+from ict.training.interrupt import Interrupt
+from ict.training.log import RunLog, check_finite
+from ict.training.loop import TrainState, load_batch, new_state, train
+from ict.training.optimiser import learning_rate
 from ict.training.plan import Plan
-
-# What a run writes into its folder, and may replace there.
-OURS = ("recipe.toml", "log.jsonl", "model.safetensors", "report.html", "checkpoints", "samples")
 
 
 @dataclass(kw_only=True)
@@ -45,8 +46,9 @@ class Run:
         return next(self.state.model.parameters()).device
 
     def save(self) -> None:
-        """Write a checkpoint, unless this step has one."""
+        """Write a checkpoint, unless this step has one; never of a run that has diverged."""
         if self.saved != self.state.step:
+            check_finite(self.state, self.state.loss.item(), self.state.gradient.item())
             save_checkpoint(self.folder, self.state, self.spec, self.config, {"log": self.log.state()})
             self.saved = self.state.step
 
@@ -59,11 +61,15 @@ class Run:
     def snapshot(self) -> None:
         """Samples from the same noise every time, so that a row of snapshots shows one set of images appear."""
         sheet = grid(self.generator().sample(32, seed=0), columns=8, scale=comfortable_scale(self.spec.image_size))
-        write_atomically(self.folder / "samples" / f"step-{self.state.step:08d}.png", png(sheet))
+        write_atomically(self.folder / "samples" / f"{step_name(self.state.step)}.png", png(sheet))
+
+    def say(self, text: str) -> None:
+        """Print a line as it is: paths and names may hold brackets."""
+        self.console.print(Text(text), soft_wrap=True)
 
     def warn(self, message: str | None) -> None:
         if message:
-            self.console.print(f"[yellow]warning:[/] {message}", highlight=False)
+            self.console.print(Text.assemble(("warning: ", "yellow"), message), soft_wrap=True)
 
 
 def run(
@@ -76,23 +82,26 @@ def run(
     console: Console | None = None,
 ) -> Path:
     """Train a recipe in a folder to the end of its budget; gives the path of the model file."""
-    console = console or Console()
+    require(not (resume and overwrite), "--resume and --overwrite exclude each other: go on with a run, or replace it")
     budget = Budget.from_config(config.training)
+    plan = Plan.of(config, budget)
     images = load_images(config.data)
     spec = ModelSpec.from_config(config, images.class_names)
     place = pick_device(device)
     if place.type == "cuda":
         make_deterministic(config.training.deterministic)
     state = new_state(config, build_model(spec, seed=config.seed).to(place))
-    plan = Plan.of(config, budget)
+    rehearse(config, state, images)
+
+    # From here on the recipe is known to run, and the folder may be touched.
     found = open_folder(folder, config, resume=resume, overwrite=overwrite)
     log = RunLog(folder / "log.jsonl", every=config.training.log_every, batch=config.training.batch)
     if found is not None:
         restore(state, found)
         log.resume(found.manifest["extras"]["log"], state.step)
     this = Run(
-        config=config, folder=folder, images=images, spec=spec, state=state, budget=budget, log=log, console=console,
-        saved=state.step,
+        config=config, folder=folder, images=images, spec=spec, state=state, budget=budget, log=log,
+        console=console or LastingConsole(), saved=state.step,
     )  # fmt: skip
     announce(this, plan, found)
     follow(this, plan)
@@ -101,9 +110,9 @@ def run(
     origin = {"run": config.name, "step": state.step, "ema": average.decay}
     write_atomically(folder / "model.safetensors", pack_model(spec, average.weights, origin))
     write_report(folder, images)
-    console.print(f"[green]done[/] in {format_time(state.seconds)}", highlight=False)
+    this.say(f"done in {format_time(state.seconds)}")
     for name in ("model.safetensors", "report.html"):
-        console.print(f"  {folder / name}", highlight=False, soft_wrap=True)
+        this.say(f"  {folder / name}")
     return folder / "model.safetensors"
 
 
@@ -112,76 +121,43 @@ def follow(this: Run, plan: Plan) -> None:
     training, state, budget = this.config.training, this.state, this.budget
     done, total = budget.progress(state.step, state.seconds)
     first_step, first_done = state.step, done
+    with TrainingDisplay(this.console) as display, Interrupt(this.say) as interrupt:
+        for _ in train(this.config, state, this.images, budget):
+            before, (done, total) = done, budget.progress(state.step, state.seconds)
+            display.show(state, done / total, this.log.step(state))
+            if before * training.snapshots // total < done * training.snapshots // total:
+                this.snapshot()
+            if state.step % training.save_every == 0:
+                this.save()
+            if plan.timed and state.step == first_step + 20 and done > first_done:
+                this.warn(plan.warning(steps=round(20 * total / (done - first_done))))
+            if interrupt.asked:  # only here is a step whole: weights, averages, counters, log and pictures agree
+                this.save()
+                this.say(f"stopped at step {state.step:,} and saved; go on with: ict train {this.folder} --resume")
+                raise KeyboardInterrupt
+    this.log.finish(state)
+    this.save()
+
+
+def rehearse(config: Config, state: TrainState, images: Images) -> None:
+    """One image through the whole step and back, so that what cannot run fails before anything is written."""
+    device = next(state.model.parameters()).device
+    sample = torch.zeros(1, dtype=torch.int64, device=device)
+    one = Images(pixels=images.pixels[:1], labels=images.labels[:1], class_names=images.class_names).to(device)
     try:
-        with TrainingDisplay(this.console) as display:
-            for _ in train(this.config, state, this.images, budget):
-                before, (done, total) = done, budget.progress(state.step, state.seconds)
-                display.show(state, done / total, this.log.step(state))
-                if before * training.snapshots // total < done * training.snapshots // total:
-                    this.snapshot()
-                if state.step % training.save_every == 0:
-                    this.save()
-                if plan.timed and state.step == first_step + 20 and done > first_done:
-                    this.warn(plan.warning(steps=round(20 * total / (done - first_done))))
-        this.save()
-    except KeyboardInterrupt:
-        this.save()
-        this.console.print(
-            f"stopped at step {state.step:,} and saved; go on with: ict train {this.folder} --resume", soft_wrap=True
-        )
+        learning_rate(config.training, 0.0)
+        x, labels = load_batch(config, one, sample, sample, 0)
+        step = Step(seed=config.seed, number=0, done=0, total=1, samples=sample)
+        loss = build_objective(config)(state.model.train(), x, labels, step).per_sample.sum()
+        loss.backward()
+    except ConfigError:
         raise
-
-
-def open_folder(folder: Path, config: Config, *, resume: bool, overwrite: bool) -> Found | None:
-    """Make a run's folder ready: a new one, an old one emptied, or an old one to go on with."""
-    require(not (resume and overwrite), "--resume and --overwrite exclude each other: go on with a run, or replace it")
-    held = [folder / name for name in OURS if (folder / name).exists()]
-    found = None
-    if resume:
-        found = find_checkpoint(folder)
-        check_same(config, found)
-    else:
-        require(
-            not held or overwrite,
-            f"{folder} already holds a run: go on with --resume, replace it with --overwrite, or choose another --out",
-        )
-        for path in held:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "recipe.toml", to_toml(config).encode())
-    return found
-
-
-# What a resumed run may change: how long it is, what it is called, where its data is, and what it writes on the way.
-FREE = {
-    "name",
-    "about",
-    "data.path",
-    *(f"training.{key}" for key in (*BOUNDS, "log_every", "save_every", "snapshots", "keep")),
-}
-
-
-def check_same(config: Config, found: Found) -> None:
-    """A resumed run is the same run: every key that decides the result must be as it was."""
-    old, new = flatten(found.manifest["recipe"]), flatten(to_dict(config))
-    changed = [
-        f"{key}: {old.get(key)!r} then, {new.get(key)!r} now"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key not in FREE
-    ]
-    require(
-        not changed,
-        f"the recipe is not the one that {found.path} was trained with; resume with the same, or start a new run with "
-        "--out:\n  " + "\n  ".join(changed),
-    )
-
-
-def flatten(values: dict, path: str = "") -> dict[str, object]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    flat = {}
-    for key, value in values.items():
-        flat |= flatten(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": value}
-    return flat
+    except (ValueError, OverflowError, ZeroDivisionError, RuntimeError) as error:
+        if "determinis" in str(error):
+            raise ConfigError(f"{error}\nSet training.deterministic = false to train without bitwise resume") from error
+        raise ConfigError(f"this recipe cannot be trained: {error}") from error
+    require(bool(loss.isfinite()), f"this recipe cannot be trained: its first loss is {loss.item()}")
+    state.optimiser.zero_grad(set_to_none=True)
 
 
 def announce(this: Run, plan: Plan, found: Found | None) -> None:
@@ -189,22 +165,26 @@ def announce(this: Run, plan: Plan, found: Found | None) -> None:
     config = this.config
     parameters = sum(p.numel() for p in this.state.model.parameters())
     conditional = f", {config.data.classes} classes" if config.data.classes else ""
-    for line in (
-        f"[bold]{config.name}[/]: {len(this.images):,} images of {this.images.describe()}{conditional}; "
-        f"{config.net.kind} of {parameters:,} parameters on {this.device}",
-        f"noise levels: {plan.describe()}",
-        *([f"going on from {found.path}"] if found else []),
-    ):
-        this.console.print(line, highlight=False, soft_wrap=True)
-    for reason in found.passed_over if found else []:
-        this.warn(f"passed over {reason}")
+    this.say(
+        f"{config.name}: {len(this.images):,} images of {this.images.describe()}{conditional}; "
+        f"{config.net.kind} of {parameters:,} parameters on {this.device}"
+    )
+    this.say(f"noise levels: {plan.describe()}")
     this.warn(plan.warning())
+    if found is None:
+        return
+    for reason in found.passed_over:
+        this.warn(f"passed over {reason}")
+    this.say(f"going on from {found.path}")
+    then, now = found.manifest["made_with"], surroundings(this.state)
+    changed = ", ".join(f"{key} {then.get(key)} then and {now[key]} now" for key in now if then.get(key) != now[key])
+    this.warn(changed and f"the run will not be equal to the bit to an unbroken one: {changed}")
 
 
 def make_deterministic(on: bool) -> None:
     """Let a GPU use only kernels that give the same bits every time (a CPU always does), or any kernel."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    torch.use_deterministic_algorithms(on, warn_only=True)
+    torch.use_deterministic_algorithms(on)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore  # nothing here reads unwritten memory
     torch.backends.cudnn.benchmark = not on
 

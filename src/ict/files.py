@@ -1,7 +1,8 @@
-"""Writing files so that a crash leaves the old one or the new one, never half of one."""
+"""Writing files so that a crash leaves the old one or the new one, never half of one; and a run's folder."""
 
 import hashlib
 import os
+import re
 from pathlib import Path
 
 
@@ -45,3 +46,33 @@ def sync_folder(folder: Path) -> None:
 
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+# --- what is where in the folder of a run; names that are not ours are never touched
+
+STEP_FOLDER = re.compile(r"step-(\d{8,})")
+STEP_PICTURE = re.compile(r"step-(\d{8,})\.png")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """Checkpoint folders, oldest first."""
+    return _numbered(run / "checkpoints", STEP_FOLDER)
+
+
+def list_snapshots(run: Path) -> list[Path]:
+    """Pictures of samples drawn on the way, oldest first."""
+    return _numbered(run / "samples", STEP_PICTURE)
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint or a snapshot."""
+    return int(path.stem.removeprefix("step-"))
+
+
+def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    found = [path for path in folder.glob("step-*") if pattern.fullmatch(path.name)]
+    return sorted(found, key=step_of)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from ict.config import Config, ConfigError, to_dict
 from ict.cost import Cost, measure
@@ -64,7 +65,7 @@ def _table(rows: dict[str, str]) -> Table:
     table.add_column(style="bold")
     table.add_column()
     for name, text in rows.items():
-        table.add_row(name, text)
+        table.add_row(name, Text(text))  # not markup: names and paths may hold brackets
     return table
 
 

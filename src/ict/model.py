@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from ict.config import Config, ConfigError, NetConfig, NoiseConfig, from_dict, to_dict
+from ict.config import Config, ConfigError, DataConfig, NetConfig, NoiseConfig, from_dict, require, to_dict
 from ict.files import DamagedFile
 from ict.nets import build_net
 
@@ -64,6 +64,13 @@ class ModelSpec:
     net: NetConfig = field(default_factory=NetConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
 
+    def __post_init__(self) -> None:
+        DataConfig(image_size=self.image_size, channels=self.channels)  # within the same limits
+        require(
+            self.noise.sigma_min < self.sigma_mid < self.noise.sigma_max,
+            f"sigma_mid = {self.sigma_mid} must lie between {self.noise.sigma_min} and {self.noise.sigma_max}",
+        )
+
     @classmethod
     def from_config(cls, config: Config, class_names: tuple[str, ...]) -> "ModelSpec":
         return cls(
@@ -102,21 +109,34 @@ def read_model(path: Path) -> tuple[ConsistencyModel, ModelSpec, dict[str, Any]]
     """The model of a file, in evaluation mode on the CPU, its spec and its origin."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get("ict", "{}"))
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            spec, origin = read_header(path, file.metadata())
+            with torch.device("meta"):
+                expected = {name: tuple(tensor.shape) for name, tensor in build_model(spec).state_dict().items()}
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            if found != expected:
+                raise DamagedFile(f"{path}: the weights do not fit the net that the file describes")
+            weights = {name: file.get_tensor(name) for name in expected}
     except FileNotFoundError:
         raise ConfigError(f"there is no model at {path}") from None
     except safetensors.SafetensorError as error:
         raise DamagedFile(f"{path} is damaged or not a safetensors file ({error}); get or save it again") from error
-    if header.get("format") != FORMAT:
-        raise ConfigError(
-            f"{path} is not a model of this program (its format is {header.get('format')!r}, not {FORMAT!r}): "
-            "use a file that `ict train` wrote"
-        )
-    spec = from_dict(ModelSpec, header["spec"])
+    if not all(tensor.is_floating_point() and tensor.isfinite().all() for tensor in weights.values()):
+        raise DamagedFile(f"{path}: some weights are not finite numbers; the model cannot be used")
     model = build_model(spec)
+    model.load_state_dict(weights)
+    return model.eval(), spec, origin
+
+
+def read_header(path: Path, metadata: dict[str, str] | None) -> tuple[ModelSpec, dict[str, Any]]:
+    """Spec and origin from a file's header, which may say anything."""
+    if "ict" not in (metadata or {}):
+        raise ConfigError(f"{path} is not a model of this program: use a file that `ict train` wrote")
     try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise DamagedFile(f"{path}: the weights do not fit the net that the file describes: {error}") from error
-    return model.eval(), spec, header["origin"]
+        header = json.loads((metadata or {})["ict"])
+        if header["format"] != FORMAT:
+            raise ConfigError(f"{path} was written by another version (format {header['format']!r}, not {FORMAT!r})")
+        return from_dict(ModelSpec, header["spec"]), {**header["origin"]}
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedFile(f"{path}: its header cannot be read ({error!r})") from error

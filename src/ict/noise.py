@@ -26,6 +26,10 @@ def lognormal_pmf(sigmas: Tensor, *, p_mean: float = -1.1, p_std: float = 2.0) -
     # erf(b) − erf(a) cancels when both are far out on one side; erfc of the nearer tail does not.
     a, b = z[:-1], z[1:]
     mass = torch.where(a > 0, torch.erfc(a) - torch.erfc(b), torch.erfc(-b) - torch.erfc(-a))
+    if not mass.sum() > 0:
+        raise ValueError(
+            f"p_mean = {p_mean}, p_std = {p_std} put no weight between σ = {sigmas[0]:g} and {sigmas[-1]:g}"
+        )
     return mass / mass.sum()
 
 
@@ -34,9 +38,9 @@ def uniform_pmf(sigmas: Tensor) -> Tensor:
     return torch.full((len(sigmas) - 1,), 1 / (len(sigmas) - 1), dtype=torch.float64)
 
 
-def draw_pairs(pmf: Tensor, u: Tensor) -> Tensor:
+def draw_pairs(cdf: Tensor, u: Tensor) -> Tensor:
     """Pair indices for uniform numbers u in (0, 1), by inverting the cumulative distribution -> int64, like u."""
-    return torch.searchsorted(torch.cumsum(pmf, 0), u * pmf.sum(), right=True).clamp(max=len(pmf) - 1)
+    return torch.searchsorted(cdf, u * cdf[-1], right=True).clamp(max=len(cdf) - 1)
 
 
 # name in a recipe -> (sigmas) -> probabilities of the n-1 pairs; lognormal also takes p_mean and p_std

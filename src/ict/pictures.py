@@ -6,6 +6,7 @@ import math
 from PIL import Image
 from torch import Tensor
 
+from ict.config import require
 from ict.data import to_uint8
 
 GROUND = 24  # grey between the tiles
@@ -14,10 +15,12 @@ GROUND = 24  # grey between the tiles
 def grid(images: Tensor, *, columns: int | None = None, scale: int = 1, gap: int = 2) -> Image.Image:
     """A contact sheet of images in [-1, 1], or of uint8 pixels, row by row, each enlarged `scale` times (bicubic)."""
     pixels = to_uint8(images) if images.is_floating_point() else images
+    count, height, width = len(pixels), pixels.shape[2] * scale, pixels.shape[3] * scale
+    columns = min(count, columns or math.ceil(math.sqrt(count)))
+    rows = -(-count // columns)
+    area = columns * (width + gap) * rows * (height + gap)
+    require(area <= 2**28, f"a sheet of {area:,} pixels is too large: lower the scale or the number of images")
     tiles = [to_picture(one, scale=scale) for one in pixels]
-    width, height = tiles[0].size
-    columns = min(len(tiles), columns or math.ceil(math.sqrt(len(tiles))))
-    rows = -(-len(tiles) // columns)
     ground = GROUND if tiles[0].mode == "L" else (GROUND,) * 3
     sheet = Image.new(tiles[0].mode, (columns * (width + gap) - gap, rows * (height + gap) - gap), ground)
     for i, tile in enumerate(tiles):

@@ -1,7 +1,7 @@
 """Images out of noise: one network call, or several (§2)."""
 
 import itertools
-import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ict import rng
 from ict.config import ConfigError, NoiseConfig, require, suggest
+from ict.files import list_checkpoints
 from ict.model import ConsistencyModel, ModelSpec, read_model
 from ict.rng import Stream
+from ict.training.checkpoint import check_checkpoint
 
 
 def level_ladder(steps: int, noise: NoiseConfig, *, sigma_mid: float) -> list[float]:
@@ -30,6 +32,10 @@ def check_ladder(sigmas: Sequence[float], noise: NoiseConfig) -> None:
         f"sigmas = {list(sigmas)}: give falling noise levels that start at {noise.sigma_max} and stay above "
         f"{noise.sigma_min}",
     )
+
+
+def check_count(n: int) -> None:
+    require(1 <= n <= 10_000_000, f"n = {n}: ask for at least 1 image, and at most 10 million at a time")
 
 
 @torch.no_grad()
@@ -80,9 +86,10 @@ class Generator:
 
         `steps` network calls an image, or one for each of `sigmas` (falling, from σ_max). `label` is one class for
         all images or one for each; a model with classes that is given none draws them at random. The same seed gives
-        the same images whatever `n` and `batch`. `progress` is called with the number of images drawn so far.
+        the same images whatever `n` and `batch`: the same noise to the bit, the net's answers up to rounding.
+        `progress` is called with the number of images drawn so far.
         """
-        require(n >= 1, f"n = {n}: ask for at least 1 image")
+        check_count(n)
         require(batch >= 1, f"batch = {batch}: use at least 1")
         require(0 <= seed < 2**63, f"seed = {seed}: use a whole number from 0 to 2^63 - 1")
         ladder = list(sigmas) if sigmas is not None else self.ladder(steps)
@@ -118,7 +125,7 @@ def class_number(label: int | str, names: Sequence[str]) -> int:
     if isinstance(label, str):
         if label in names:
             return list(names).index(label)
-        if not label.isdigit():
+        if not label.isdecimal():
             raise ConfigError(f"no class is called {label!r}{suggest(label, names)}: there are {', '.join(names)}")
         label = int(label)
     require(0 <= label < len(names), f"label = {label}: this model has classes 0 to {len(names) - 1}")
@@ -133,16 +140,29 @@ def find_model(path: Path, *, ema: float | None = None) -> Path:
     require(path.exists(), f"there is no model at {path}: give a model file or the folder of a run")
     if ema is None and (path / "model.safetensors").is_file():
         return path / "model.safetensors"
-    newest = sorted(path.glob("checkpoints/step-*"))
+    newest = list_checkpoints(path)
     folder = newest[-1] if newest else path
-    rates = sorted(float(file.stem.removeprefix("ema-")) for file in folder.glob("ema-*.safetensors"))
-    require(bool(rates), f"{path} holds no model: give a model file or the folder of a run that has saved one")
+    found = {rate: folder / f"ema-{rate}.safetensors" for rate in averages_in(folder)}
+    require(bool(found), f"{path} holds no model: give a model file or the folder of a run that has saved one")
     if ema is None:
-        return folder / json.loads((folder / "checkpoint.json").read_text())["model"]
-    require(ema in rates, f"ema = {ema}: {folder} has the rates {', '.join(map(str, rates))}")
-    return folder / f"ema-{ema}.safetensors"
+        manifest = check_checkpoint(folder)
+        return folder / manifest["model"]
+    require(ema in found, f"ema = {ema}: {folder} has the rates {', '.join(map(str, sorted(found)))}")
+    return found[ema]
+
+
+def averages_in(checkpoint: Path) -> list[float]:
+    """The EMA rates of the averages in a checkpoint."""
+    names = (AVERAGE.fullmatch(file.name) for file in checkpoint.glob("ema-*.safetensors"))
+    return [float(name[1]) for name in names if name]
+
+
+AVERAGE = re.compile(r"ema-(0(?:\.\d+)?(?:e-\d+)?)\.safetensors")
 
 
 def load(path: str | Path, *, ema: float | None = None, device: torch.device | str = "cpu") -> Generator:
-    """The generator in a model file, a run's folder (its newest model) or a checkpoint; `ema` picks an average."""
+    """The generator in a model file, a checkpoint or a run's folder: its finished model, or else its newest checkpoint.
+
+    `ema` picks one of the averages in the newest checkpoint.
+    """
     return Generator(*read_model(find_model(Path(path), ema=ema))).to(device)

@@ -121,6 +121,11 @@ def test_the_order_is_a_function_of_seed_and_step():
     assert not torch.equal(batch_indices(1000, batch=64, count=1797, seed=4), first)
 
 
+def test_every_epoch_has_its_own_order():
+    first, second = (batch_indices(step, batch=100, count=100, seed=0) for step in (0, 1))
+    assert not torch.equal(first, second)
+
+
 def test_half_of_the_images_are_mirrored():
     flips = flip_mask(torch.arange(10_000), seed=0, step=0)
     assert abs(flips.double().mean() - 0.5) < 0.02

@@ -12,9 +12,9 @@ import torch
 from formula import numbers
 from official import adm_modules, load_adm, load_ncsnpp
 
-from ict.config import NetConfig, load_recipe
+from ict.config import NetConfig
 from ict.nets import build_net
-from ict.recipes import find_recipe
+from ict.recipes import find_recipe, load_recipe
 
 GOLDEN = Path(__file__).parent / "golden"
 

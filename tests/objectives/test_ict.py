@@ -133,6 +133,14 @@ def test_drawn_levels_have_the_lognormal_distribution():
     assert (share - lognormal_pmf(karras_sigmas(11))).abs().max() < 0.007
 
 
+def test_levels_keep_float64():
+    """The grid's own numbers, not their float32 neighbours: at N = 1281 the gaps are small."""
+    low, high = ImprovedConsistencyTraining(from_dict(Config, {})).draw_levels(1281, step_of(100))
+    grid = karras_sigmas(1281)
+    assert low.dtype == high.dtype == torch.float64
+    assert torch.isin(low, grid).all() and torch.isin(high, grid).all()
+
+
 @pytest.mark.parametrize("key", ["curriculum", "index", "weighting", "distance", "kind"])
 def test_an_unknown_name_is_refused_with_the_choices(key):
     with pytest.raises(ConfigError, match=f"objective.{key} = 'nonsense' is not known.*choose from"):

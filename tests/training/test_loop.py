@@ -120,6 +120,7 @@ def test_the_ramp_bounds_the_window_by_the_steps_so_far(decay, updates, ramp):
     assert 0 <= got <= decay
     assert 1 / (1 - got) <= (1 + ramp * updates) * (1 + 1e-6)
     assert ramped_decay(decay, updates, ramp=0) == decay
+    assert [ramped_decay(0.9999, k, ramp=0.5) for k in (0, 2, 6)] == [0, 0.5, 0.75]
 
 
 def test_average_is_the_recursion():
@@ -152,6 +153,13 @@ def test_learning_rates_follow_progress():
     assert [at(p, lr_warmup=0.2) for p in (0, 0.1, 0.2, 0.9)] == pytest.approx([0, 0.5, 1, 1])
 
 
+def test_the_schedule_reaches_the_optimiser():
+    config = tiny_config(training={"lr": 0.25, "lr_schedule": "cosine", "steps": 4})
+    state = start(config)
+    used = [s.optimiser.param_groups[0]["lr"] for s in train(config, state, load_images(config.data), Budget(steps=4))]
+    assert used == pytest.approx([0.25, 0.25 * (1 + 0.5**0.5) / 2, 0.125, 0.25 * (1 - 0.5**0.5) / 2])
+
+
 def test_the_optimiser_is_radam_with_the_papers_settings():
     state = start(tiny_config(training={"lr": 1e-4}))
     assert type(state.optimiser) is torch.optim.RAdam
@@ -173,6 +181,12 @@ def test_a_plan_warns_of_a_run_too_short():
     assert "ends with N = 161" in (short.warning() or "")
     hasty = Plan.of(tiny_config(objective={"s0": 10, "s1": 1280}), Budget(steps=400))
     assert "only about 50 steps" in (hasty.warning() or "")
+
+
+@pytest.mark.parametrize("objective", [{"curriculum": "linear"}, {"curriculum": "cosine"}, {"s0": 10, "s1": 19}])
+def test_a_plan_does_not_ask_for_what_no_length_would_reach(objective):
+    config = tiny_config(objective={"s0": 10, "s1": 160, **objective})
+    assert Plan.of(config, Budget(steps=400_000)).warning() is None
 
 
 def test_a_timed_plan_warns_once_it_knows_the_speed():

@@ -9,12 +9,13 @@ from string import Template
 import torch
 from torch import Tensor
 
-from ict.config import Config, load_recipe
+from ict.config import Config
 from ict.data import Images, to_uint8
 from ict.display import format_time
 from ict.evaluation.chart import Chart
-from ict.files import write_atomically
+from ict.files import list_snapshots, step_of, write_atomically
 from ict.pictures import comfortable_scale, grid, png
+from ict.recipes import load_recipe
 from ict.sampling import Generator, load
 from ict.training.log import read_log
 
@@ -95,8 +96,8 @@ def film_strip(run: Path) -> str:
     """The snapshots of the run, from first to last."""
     levels = {record["step"]: record.get("levels") for record in read_log(run / "log.jsonl")}
     frames = []
-    for path in sorted((run / "samples").glob("step-*.png")):
-        step = int(path.stem.removeprefix("step-"))
+    for path in list_snapshots(run):
+        step = step_of(path)
         n = next((levels[at] for at in sorted(levels, reverse=True) if at <= step), None)
         label = f"step {step:,}" + (f" · N = {n}" if n else "")
         frames.append(f"<figure>{embed(path.read_bytes(), label)}<figcaption>{label}</figcaption></figure>")

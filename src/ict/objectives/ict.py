@@ -42,9 +42,9 @@ class ImprovedConsistencyTraining:
 
     def draw_levels(self, n: int, step: Step) -> tuple[Tensor, Tensor]:
         """σ_i and σ_{i+1} of each sample, i ~ p(i) (§3.5) -> two float64 [B]."""
-        sigmas, pmf = self.grid(n, step.samples.device)
+        sigmas, cdf = self.grid(n, step.samples.device)
         u = rng.uniform(step.samples, 1, seed=step.seed, step=step.number, stream=Stream.LEVEL)[:, 0]
-        i = draw_pairs(pmf, u)
+        i = draw_pairs(cdf, u)
         return sigmas[i], sigmas[i + 1]
 
 
@@ -56,6 +56,6 @@ def add_noise(images: Tensor, sigma: Tensor, z: Tensor) -> Tensor:
 def build_grid(
     noise: NoiseConfig, pmf: Callable[[Tensor], Tensor], n: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The n noise levels and the probabilities of their n-1 pairs, on a device."""
+    """The n noise levels and the cumulative probabilities of their n-1 pairs, on a device."""
     sigmas = karras_sigmas(n, sigma_min=noise.sigma_min, sigma_max=noise.sigma_max, rho=noise.rho)
-    return sigmas.to(device), pmf(sigmas).to(device)
+    return sigmas.to(device), pmf(sigmas).cumsum(0).to(device)

@@ -17,8 +17,8 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from ict.config import Config, ConfigError, to_dict
-from ict.files import DamagedFile, sha256, sync_folder, write_synced
+from ict.config import Config, ConfigError, from_dict, to_dict
+from ict.files import DamagedFile, list_checkpoints, sha256, step_name, step_of, sync_folder, write_synced
 from ict.model import ModelSpec, pack_model
 from ict.training.loop import TrainState
 
@@ -32,7 +32,7 @@ def average_name(decay: float) -> str:
 
 def save_checkpoint(run: Path, state: TrainState, spec: ModelSpec, config: Config, extras: dict[str, Any]) -> Path:
     """Write a checkpoint; on any error the earlier ones are untouched. Keeps the newest `training.keep`."""
-    final = run / "checkpoints" / f"step-{state.step:08d}"
+    final = run / "checkpoints" / step_name(state.step)
     partial = final.with_name(f".{final.name}.partial")
     replaced = final.with_name(f".{final.name}.replaced")
     shutil.rmtree(partial, ignore_errors=True)
@@ -41,10 +41,10 @@ def save_checkpoint(run: Path, state: TrainState, spec: ModelSpec, config: Confi
         manifest = {
             "format": FORMAT,
             "step": state.step,
-            "model": average_name(state.averages[0].decay),
             "seconds": state.seconds,
+            "model": average_name(state.averages[0].decay),
             "recipe": to_dict(config),
-            "versions": {"torch": torch.__version__},
+            "made_with": surroundings(state),
             "extras": extras,
             "files": {},
         }
@@ -52,6 +52,7 @@ def save_checkpoint(run: Path, state: TrainState, spec: ModelSpec, config: Confi
             write_synced(partial / name, data)
             manifest["files"][name] = sha256(data)
         write_synced(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+        sync_folder(partial)
         if final.exists():  # the same step again, after a resume from an older checkpoint
             shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
@@ -61,9 +62,17 @@ def save_checkpoint(run: Path, state: TrainState, spec: ModelSpec, config: Confi
         raise
     sync_folder(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-    for old in list_checkpoints(run)[: -config.training.keep]:
+    others = [path for path in list_checkpoints(run) if path != final]
+    for old in others[: max(0, len(others) + 1 - config.training.keep)]:
         shutil.rmtree(old)
     return final
+
+
+def surroundings(state: TrainState) -> dict[str, Any]:
+    """What the last bit of a run depends on beside its recipe."""
+    device = next(state.model.parameters()).device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"torch": torch.__version__, "device": name, "threads": torch.get_num_threads()}
 
 
 def _files(state: TrainState, spec: ModelSpec, config: Config):
@@ -74,11 +83,6 @@ def _files(state: TrainState, spec: ModelSpec, config: Config):
     buffer = io.BytesIO()
     torch.save(state.optimiser.state_dict(), buffer)
     yield "optimiser.pt", buffer.getvalue()
-
-
-def list_checkpoints(run: Path) -> list[Path]:
-    """Checkpoint folders, oldest first."""
-    return sorted(path for path in (run / "checkpoints").glob("step-*") if path.is_dir())
 
 
 @dataclass(frozen=True)
@@ -108,21 +112,41 @@ def check_checkpoint(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint whose every file is there and unchanged."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-        files, form = manifest["files"], manifest["format"]
+        form = manifest["format"]
     except FileNotFoundError:
         raise DamagedFile(f"{path}: {MANIFEST} is missing") from None
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedFile(f"{path}: {MANIFEST} cannot be read ({error})") from error
     if form != FORMAT:
         raise DamagedFile(f"{path}: written by another version (format {form!r}, not {FORMAT!r})")
-    for name, digest in files.items():
+    for name, digest in _checked_files(path, manifest).items():
         try:
             data = (path / name).read_bytes()
-        except FileNotFoundError:
-            raise DamagedFile(f"{path}: {name} is missing") from None
+        except OSError as error:
+            raise DamagedFile(f"{path}: {name} is missing or cannot be read ({error.strerror})") from None
         if sha256(data) != digest:
             raise DamagedFile(f"{path}: {name} is damaged (its SHA-256 is not the one in {MANIFEST})")
     return manifest
+
+
+def _checked_files(path: Path, manifest: dict[str, Any]) -> dict[str, str]:
+    """Names and digests of exactly the files that a checkpoint of this recipe has: a manifest names no others."""
+    try:
+        rates = from_dict(Config, manifest["recipe"]).training.ema
+        window = manifest["extras"]["log"]
+        whole = (
+            manifest["step"] == step_of(path)
+            and isinstance(manifest["seconds"], float)
+            and isinstance(manifest["made_with"], dict)
+            and all(isinstance(window[key], float | int) for key in ("count", "loss", "gradient"))
+            and manifest["model"] == average_name(rates[0])
+            and manifest["files"].keys() == {"student.safetensors", "optimiser.pt", *map(average_name, rates)}
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedFile(f"{path}: {MANIFEST} is not whole ({error})") from error
+    if not whole:
+        raise DamagedFile(f"{path}: {MANIFEST} does not describe this checkpoint")
+    return manifest["files"]
 
 
 def restore(state: TrainState, found: Found) -> None:

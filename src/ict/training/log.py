@@ -1,6 +1,8 @@
 """The run's log: one JSON object a line, each the mean over the steps since the line before."""
 
 import json
+import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,17 @@ from ict.training.loop import TrainState
 
 class TrainingFailed(RuntimeError):
     """The run cannot go on; the message says why and what to try."""
+
+
+def check_finite(state: TrainState, *figures: float) -> None:
+    """Stop a run that has diverged, before anything of it is kept."""
+    weights = (tensor for average in state.averages for tensor in average.weights.values())
+    if all(map(math.isfinite, figures)) and all(bool(tensor.isfinite().all()) for tensor in weights):
+        return
+    raise TrainingFailed(
+        f"the run diverged: by step {state.step} the loss is {state.loss.item():g} and its gradient's norm "
+        f"{state.gradient.item():g}. Nothing of that was saved; lower training.lr or raise training.lr_warmup"
+    )
 
 
 class RunLog:
@@ -32,8 +45,15 @@ class RunLog:
         self.loss = self.loss.to(state.loss.device) + state.loss.double()
         self.gradient = self.gradient.to(state.loss.device) + state.gradient.double()
         self.count += 1
-        if state.step % self.every and state.step != 1:
-            return None
+        return self.write(state) if state.step % self.every == 0 or state.step == 1 else None
+
+    def finish(self, state: TrainState) -> None:
+        """At the end of a run, write what the last line has left over."""
+        if self.count:
+            self.write(state)
+
+    def write(self, state: TrainState) -> dict[str, Any]:
+        """Append a line about the steps since the one before."""
         now = time.monotonic()
         record = {
             "step": state.step,
@@ -48,15 +68,14 @@ class RunLog:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         self.loss, self.gradient, self.count, self.since = self.loss * 0, self.gradient * 0, 0, now
-        if not torch.isfinite(torch.tensor([record["loss"], record["gradient"]])).all():
-            raise TrainingFailed(
-                f"the loss became {record['loss']} (gradient norm {record['gradient']}) by step {state.step}: lower "
-                "training.lr or raise training.lr_warmup; the last checkpoint is from before"
-            )
+        check_finite(state, record["loss"], record["gradient"])
         return record
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the lines to come."""
+        """What a checkpoint keeps of the lines to come; the lines written so far are put on the disk."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
         return {"count": self.count, "loss": float(self.loss), "gradient": float(self.gradient)}
 
     def resume(self, state: dict[str, Any], step: int) -> None:
@@ -69,12 +88,14 @@ class RunLog:
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a log; a last line that was cut off is passed over."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            record = json.loads(line)
+            int(record["step"]), float(record["loss"])
+            records.append(record)
+        except (ValueError, TypeError, KeyError):
             if number < len(lines):
-                raise ConfigError(f"{path}, line {number} is not JSON: remove the line") from None
+                raise ConfigError(f"{path}, line {number} is not a line of a log: remove it") from None
     return records

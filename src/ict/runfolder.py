@@ -1,0 +1,94 @@
+"""The folder of a run: opened for a new run, emptied of an old one, or gone on with. What is not ours stays."""
+
+import shutil
+from pathlib import Path
+
+from ict.config import BOUNDS, Config, ConfigError, require, to_dict
+from ict.files import list_checkpoints, list_snapshots, step_of, write_atomically
+from ict.recipes import to_toml
+from ict.training.budget import Budget
+from ict.training.checkpoint import Found, find_checkpoint
+
+
+def open_folder(folder: Path, config: Config, *, resume: bool, overwrite: bool) -> Found | None:
+    """Make a run's folder ready: a new one, an old one emptied of its run, or an old one to go on with."""
+    try:
+        text = to_toml(config).encode()
+        require(len(str(folder.resolve()).encode()) > 0, "the folder needs a name")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"a name or path here is not valid text ({error}): choose another") from error
+    require(folder.is_dir() or not folder.exists(), f"{folder} is a file: choose another --out")
+    found = None
+    if resume:
+        found = find_checkpoint(folder)
+        check_same(config, found)
+        step_back(folder, found)
+    elif ours := run_files(folder):
+        require(
+            overwrite,
+            f"{folder} already holds a run: go on with --resume, replace it with --overwrite, or choose another --out",
+        )
+        for path in ours:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "recipe.toml", text)
+    return found
+
+
+def run_files(folder: Path) -> list[Path]:
+    """What a run has left in a folder, if anything worth keeping: nothing else there is ever deleted."""
+    files = [folder / name for name in ("log.jsonl", "model.safetensors", "report.html")]
+    kept = [path for path in files if path.is_file()] + list_checkpoints(folder) + list_snapshots(folder)
+    recipe = folder / "recipe.toml"
+    return [*kept, recipe] if kept and recipe.is_file() else kept
+
+
+def step_back(folder: Path, found: Found) -> None:
+    """What lies beyond the checkpoint that a run goes on from is put aside (checkpoints) or drawn again (snapshots)."""
+    for path in list_checkpoints(folder):
+        if step_of(path) > found.manifest["step"]:
+            aside = path.with_name(f"damaged-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+    for path in list_snapshots(folder):
+        if step_of(path) > found.manifest["step"]:
+            path.unlink()
+    for path in (folder / "checkpoints").glob(".step-*.partial"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# What a resumed run may change: how long it is, what it is called, where its data is, and what it writes on the way.
+FREE = {
+    "name",
+    "about",
+    "data.path",
+    *(f"training.{key}" for key in (*BOUNDS, "log_every", "save_every", "snapshots", "keep")),
+}
+
+
+def check_same(config: Config, found: Found) -> None:
+    """A resumed run is the same run: every key that decides the result must be as it was."""
+    steps = Budget.from_config(config.training).steps
+    require(
+        steps is None or steps >= found.manifest["step"],
+        f"training.steps = {steps}, but {found.path} is past that: a run can be made longer, not shorter",
+    )
+    old, new = flatten(found.manifest["recipe"]), flatten(to_dict(config))
+    changed = [
+        f"{key}: {old.get(key)!r} then, {new.get(key)!r} now"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and key not in FREE
+    ]
+    require(
+        not changed,
+        f"the recipe is not the one that {found.path} was trained with; resume with the same, or start a new run with "
+        "--out:\n  " + "\n  ".join(changed),
+    )
+
+
+def flatten(values: dict, path: str = "") -> dict[str, object]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": value}
+    return flat
