@@ -45,6 +45,7 @@ def test_help_lists_every_command():
     page = ict("--help")
     assert page.returncode == 0 and ict().stdout == page.stdout
     registered = {command.name or command.callback.__name__ for command in app.registered_commands}
+    registered |= {group.name for group in app.registered_groups}
     assert registered == set(COMMANDS)
     assert all(f"  {name} " in page.stdout for name in COMMANDS)
 
@@ -225,6 +226,43 @@ def test_the_recipe_of_a_run_belongs_to_that_run(trained, tmp_path):
     done = ict("train", tmp_path / "elsewhere" / "recipe.toml", "--resume", "--steps", 13, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "elsewhere" / "checkpoints" / "step-00000013").is_dir()
+
+
+def test_a_folder_of_images_from_inspection_to_samples(trained, tmp_path, monkeypatch):
+    monkeypatch.setenv("ICT_CACHE", str(tmp_path / "cache"))
+    for i in range(12):
+        path = tmp_path / "pile" / ("odd" if i % 2 else "even") / f"{i}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((20 + i, 30), 60).convert("RGB").save(path)
+    (tmp_path / "pile" / "odd" / "broken.png").write_text("text")
+    seen = ict("data", "inspect", tmp_path / "pile", "--size", 16, "--out", tmp_path / "sheet.png")
+    assert seen.returncode == 0, seen.stderr
+    assert "even 6, odd 6" in seen.stdout and "odd/broken.png" in seen.stdout
+    assert Image.open(tmp_path / "sheet.png").mode == "RGB"
+    ready = ict("data", "prepare", tmp_path / "pile", "--size", 16)
+    assert "12 images, 1 refused" in ready.stdout
+    changes = [f"data.source={tmp_path / 'pile'}", "data.image_size=16", "data.channels=3", "data.classes=2"]
+    options = [word for change in [*changes, "net.attention=[]"] for word in ("--set", change)]
+    done = ict("train", trained, "--out", tmp_path / "run", "--steps", 2, *options)
+    assert done.returncode == 0, done.stderr
+    drawn = ict("sample", tmp_path / "run", "-n", 2, "--label", "odd", "--out", tmp_path / "s.png")
+    assert drawn.returncode == 0, drawn.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("data", "inspect", "nowhere"), "there is no nowhere"),
+        (("data", "prepare", ".", "--fit", "stretch"), 'use "crop" or "pad"'),
+        (("data", "prepare", "."), "no image was found"),
+        (("data", "prepare", ".", "--size", 2), "data.image_size = 2"),
+        (("train", "digits", "--set", "data.source=./nowhere"), "there is no nowhere"),
+    ],
+)
+def test_data_errors(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("ICT_CACHE", str(tmp_path / "cache"))
+    done = ict(*arguments, cwd=tmp_path)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_damaged_model_file(trained, tmp_path):

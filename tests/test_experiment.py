@@ -228,6 +228,31 @@ def test_overwriting_leaves_what_is_not_ours(whole, tmp_path):
     assert [path.name for path in list_checkpoints(folder)] == ["step-00000012"]
 
 
+def test_a_recipe_of_somebodys_own_is_never_replaced(tmp_path):
+    (tmp_path / "recipe.toml").write_text("# my notes\n")
+    for options in ({}, {"overwrite": True}):
+        with pytest.raises(ConfigError, match=r"recipe\.toml is in the way"):
+            run(tiny_config(training={"steps": 1}), tmp_path, device="cpu", console=quiet(), **options)
+    assert (tmp_path / "recipe.toml").read_text() == "# my notes\n"
+
+
+def test_a_model_that_no_run_here_made_is_never_deleted(tmp_path):
+    (tmp_path / "model.safetensors").write_text("mine")
+    with pytest.raises(ConfigError, match=r"model\.safetensors is in the way"):
+        run(tiny_config(training={"steps": 1}), tmp_path, device="cpu", overwrite=True, console=quiet())
+    assert (tmp_path / "model.safetensors").read_text() == "mine"
+
+
+def test_a_checkpoint_that_was_moved_and_linked_is_pruned_as_a_link(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    shutil.move(folder / "checkpoints" / "step-00000004", tmp_path / "elsewhere")
+    (folder / "checkpoints" / "step-00000004").symlink_to(tmp_path / "elsewhere")
+    run(tiny_config(training={"keep": 1, "steps": 14}), folder, device="cpu", resume=True, console=quiet())
+    assert [path.name for path in list_checkpoints(folder)] == ["step-00000014"]
+    assert (tmp_path / "elsewhere" / "checkpoint.json").exists()
+
+
 def test_a_folder_of_other_things_is_not_a_run(tmp_path):
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "holiday.jpg").write_text("mine")

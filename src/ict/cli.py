@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ict.config import Config, ConfigError, parse_duration, require
+from ict.config import Config, ConfigError, DataConfig, parse_duration, require
 from ict.files import DamagedFile
 from ict.frontpage import COMMANDS, page
 from ict.recipes import find_recipe, list_recipes, load_recipe
@@ -81,7 +81,8 @@ def train(
     config = read_recipe(recipe, [*(set_ or []), *given])
     source = find_recipe(recipe)
     if out is None:  # the recipe of a run belongs to that run
-        out = source.parent if source.name == "recipe.toml" else Path("runs") / config.name
+        ours = source.name == "recipe.toml" and (source.parent / "log.jsonl").is_file()
+        out = source.parent if ours else Path("runs") / config.name
     require(str(out) != "." or source.parent == out, "--out: give the run's folder a name")
 
     from ict.experiment import run
@@ -166,6 +167,64 @@ def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) ->
     from ict.evaluation.report import write_report
 
     print(write_report(run, load_images(config.data)))
+
+
+data = typer.Typer(no_args_is_help=True)
+app.add_typer(data, name="data", help=COMMANDS["data"])
+
+SourceArgument = Annotated[str, typer.Argument(help="A folder, a .zip, a .tar, or shards like shard-{000..127}.tar.")]
+SizeOption = Annotated[int, typer.Option(help="Pixels a side.")]
+GreyOption = Annotated[bool, typer.Option("--grey", help="One channel instead of three.")]
+FitOption = Annotated[str, typer.Option(help="How an image becomes square: crop or pad.")]
+
+
+def data_config(source: str, size: int, grey: bool, fit: str) -> DataConfig:
+    config = DataConfig(source=source, image_size=size, channels=1 if grey else 3, fit=fit)
+    require(Path(source).exists() or any(sign in source for sign in "*?{"), f"there is no {source}")
+    return config
+
+
+@data.command("prepare", help="Decode a pile of images once, so that training starts at once.")
+def data_prepare(
+    source: SourceArgument, size: SizeOption = 64, grey: GreyOption = False, fit: FitOption = "crop"
+) -> None:
+    config = data_config(source, size, grey, fit)
+
+    from ict.data.prepare import prepare, read_manifest
+    from ict.display import DataProgress
+
+    with DataProgress() as progress:
+        folder = prepare(config, progress)
+    manifest = read_manifest(folder)
+    print(f"{manifest['count']:,} images, {len(manifest['refused']):,} refused: {folder}")
+
+
+@data.command(
+    "inspect", help="Count and look at a pile of images: classes, refused files, duplicates, a contact sheet."
+)
+def data_inspect(
+    source: SourceArgument,
+    size: SizeOption = 64,
+    grey: GreyOption = False,
+    fit: FitOption = "crop",
+    out: Annotated[Path | None, typer.Option(help="A .png for a contact sheet of the first 100 images.")] = None,
+) -> None:
+    config = data_config(source, size, grey, fit)
+
+    from rich.console import Console
+
+    from ict.data.inspect import inspect
+    from ict.display import DataProgress
+    from ict.files import write_atomically
+    from ict.info import describe_images
+    from ict.pictures import comfortable_scale, grid, png
+
+    with DataProgress() as progress:
+        found = inspect(config, progress)
+    Console().print(describe_images(source, found))
+    if out is not None:
+        write_atomically(out, png(grid(found.images.pixels[:100], columns=10, scale=comfortable_scale(size))))
+        print(f"contact sheet: {out}")
 
 
 @app.command(help=COMMANDS["info"])

@@ -49,16 +49,20 @@ def bind(function: Callable[..., T], section: Any) -> Callable[..., T]:
 class DataConfig:
     """[data] What to learn."""
 
-    source: str = "digits"
-    path: str = ""  # where it is, for sources that do not come with ict
+    source: str = "digits"  # a name, or a path: a folder, a .zip, a .tar or shard-{000..127}.tar
+    path: str = ""  # where cifar10 or imagenet64 is
     image_size: int = 8
     channels: int = 1
     classes: int = 0  # how many classes the model is told apart by; 0: not conditioned on a class
     flip: bool = False  # mirror half of the images
+    fit: str = "crop"  # how an image becomes square: "crop" its centre, or "pad" it
+    background: int = 255  # grey under transparent pixels and beside padded ones
 
     def __post_init__(self) -> None:
         require(4 <= self.image_size <= 1024, f"data.image_size = {self.image_size}: use 4 to 1024 pixels")
         require(self.channels in (1, 3), f"data.channels = {self.channels}: use 1 (grey) or 3 (colour)")
+        require(self.fit in ("crop", "pad"), f'data.fit = {self.fit!r}: use "crop" or "pad"')
+        require(0 <= self.background <= 255, f"data.background = {self.background}: use 0 (black) to 255 (white)")
         require(self.classes >= 0, f"data.classes = {self.classes}: use 0 (none) or the number of classes")
 
 
@@ -107,6 +111,7 @@ class NetConfig:
             f"net.multipliers = {list(self.multipliers)}: give 1 to 8 whole numbers from 1 to 64, one a resolution",
         )
         require(1 <= self.blocks <= 64, f"net.blocks = {self.blocks}: use 1 to 64")
+        require(not self.scale_shift or self.kind == "adm", "net.scale_shift is for net.kind = adm alone: remove it")
         require(self.head_channels >= 0, f"net.head_channels = {self.head_channels}: use 0 (one head) or more")
         require(
             self.dropout_max_size is None or self.dropout_max_size >= 1,

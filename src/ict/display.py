@@ -65,3 +65,23 @@ class TrainingDisplay:
             self.bar.update(self.task, completed=progress, text=text)
         elif record is not None:
             self.console.print(f"{100 * progress:3.0f} %  {text}", highlight=False)
+
+
+class DataProgress:
+    """A bar for images that are being decoded; called with how many of how many are done."""
+
+    def __init__(self) -> None:
+        self.bar = Progress(transient=True, disable=not sys.stdout.isatty())
+        self.task = self.bar.add_task("decoding images", total=None)
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        self.bar.update(self.task, completed=done, total=total)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ict.config import Config, ConfigError, require
 from ict.data import Images, load_images
-from ict.display import LastingConsole, TrainingDisplay, format_time
+from ict.display import DataProgress, LastingConsole, TrainingDisplay, format_time
 from ict.evaluation.report import write_report
 from ict.files import step_name, write_atomically
 from ict.model import ModelSpec, build_model, pack_model
@@ -85,7 +85,8 @@ def run(
     require(not (resume and overwrite), "--resume and --overwrite exclude each other: go on with a run, or replace it")
     budget = Budget.from_config(config.training)
     plan = Plan.of(config, budget)
-    images = load_images(config.data)
+    with DataProgress() as progress:
+        images = load_images(config.data, progress)
     spec = ModelSpec.from_config(config, images.class_names)
     place = pick_device(device)
     if place.type == "cuda":
@@ -140,9 +141,10 @@ def follow(this: Run, plan: Plan) -> None:
 
 
 def rehearse(config: Config, state: TrainState, images: Images) -> None:
-    """One image through the whole step and back, so that what cannot run fails before anything is written."""
+    """One image through a whole step and back (on a GPU as many as will be: memory may run out), before any writing."""
     device = next(state.model.parameters()).device
-    sample = torch.zeros(1, dtype=torch.int64, device=device)
+    count = config.training.batch // config.training.accumulate if device.type == "cuda" else 1
+    sample = torch.zeros(count, dtype=torch.int64, device=device)
     one = Images(pixels=images.pixels[:1], labels=images.labels[:1], class_names=images.class_names).to(device)
     try:
         learning_rate(config.training, 0.0)
@@ -150,7 +152,7 @@ def rehearse(config: Config, state: TrainState, images: Images) -> None:
         step = Step(seed=config.seed, number=0, done=0, total=1, samples=sample)
         loss = build_objective(config)(state.model.train(), x, labels, step).per_sample.sum()
         loss.backward()
-    except ConfigError:
+    except (ConfigError, torch.OutOfMemoryError):
         raise
     except (ValueError, OverflowError, ZeroDivisionError, RuntimeError) as error:
         if "determinis" in str(error):

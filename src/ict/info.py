@@ -1,5 +1,6 @@
 """Tables that describe a recipe or a model file."""
 
+from collections import Counter
 from pathlib import Path
 
 from rich.table import Table
@@ -7,6 +8,7 @@ from rich.text import Text
 
 from ict.config import Config, ConfigError, to_dict
 from ict.cost import Cost, measure
+from ict.data.inspect import Inspection
 from ict.model import ModelSpec, read_model
 from ict.training.budget import Budget
 from ict.training.plan import Plan
@@ -25,9 +27,12 @@ def describe_recipe(config: Config, *, tflops: float) -> Table:
     cost, training = measure(spec), config.training
     rows = {"recipe": config.name, "about": config.about, **_net_rows(spec, cost)}
     rows["training"] = f"{cost.training / 1e9:,.2f} GFLOP an image: student forward and backward, teacher forward"
+    averages = f"{len(training.ema)} average{'s'[: len(training.ema) > 1]}"
+    fixed, piece = cost.training_memory(len(training.ema)), training.batch // training.accumulate
     rows["memory"] = (
-        f"{_bytes(cost.training_memory(len(training.ema)))} for weights, gradients, RAdam and {len(training.ema)} "
-        f"average{'s'[: len(training.ema) > 1]}; {_bytes(cost.activations)} of activations an image (float32)"
+        f"{_bytes(fixed)} for weights, gradients, RAdam and {averages}; {_bytes(cost.activations)} of activations an "
+        f"image (float32): about {_bytes(fixed + piece * cost.activations)} "
+        f"with {piece:,} images at a time (training.batch / accumulate)"
     )
     rows["objective"] = ", ".join(f"{key} {value}" for key, value in to_dict(config.objective).items())
     rows["run"] = ", ".join(f"{key} {value}" for key, value in to_dict(training).items())
@@ -44,6 +49,25 @@ def describe_recipe(config: Config, *, tflops: float) -> Table:
         images = budget.steps * training.batch
         seconds = images * cost.training / (tflops * 1e12)
         rows["time"] = f"{images:,} images: {_duration(seconds)} at {tflops:g} TFLOP/s sustained (set --tflops)"
+    return _table(rows)
+
+
+def describe_images(source: str, found: Inspection) -> Table:
+    """What a pile of images holds."""
+    reasons = Counter(reason.split(":")[0] for _, reason in found.refused)
+    rows = {
+        "source": source,
+        "images": f"{len(found.images):,}, made into {found.images.describe()}",
+        "classes": ", ".join(f"{name or '(no folder)'} {count:,}" for name, count in found.classes.items()),
+        "duplicates": f"{found.duplicates:,}",
+        "pixels": f"mean {found.mean:.3f}, deviation {found.deviation:.3f} (in [-1, 1])",
+        "refused": f"{len(found.refused):,}",
+    }
+    rows |= {f"  {count:,}": reason for reason, count in reasons.most_common()}
+    for name, reason in found.refused[:10]:
+        rows[f"  {name}"] = reason
+    if found.warning:
+        rows["warning"] = found.warning
     return _table(rows)
 
 

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from ict.config import BOUNDS, Config, ConfigError, require, to_dict
-from ict.files import list_checkpoints, list_snapshots, step_of, write_atomically
+from ict.files import list_checkpoints, list_snapshots, remove, step_of, write_atomically
 from ict.recipes import to_toml
 from ict.training.budget import Budget
 from ict.training.checkpoint import Found, find_checkpoint
@@ -23,24 +23,35 @@ def open_folder(folder: Path, config: Config, *, resume: bool, overwrite: bool) 
         found = find_checkpoint(folder)
         check_same(config, found)
         step_back(folder, found)
-    elif ours := run_files(folder):
+    else:
+        clear(folder, overwrite=overwrite)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "recipe.toml", MARK + text)
+    return found
+
+
+# Opens the recipe that a run writes into its folder: a recipe.toml without it is somebody's own.
+MARK = b"# Written by ict: the whole recipe of the run in this folder.\n\n"
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether there is anything of a run in a folder."""
+    return (folder / "log.jsonl").is_file() or bool(list_checkpoints(folder))
+
+
+def clear(folder: Path, *, overwrite: bool) -> None:
+    """Make room for a new run: what is not of a run is never deleted, what is only when asked."""
+    names = ("recipe.toml", "log.jsonl", "model.safetensors", "report.html")
+    files = [folder / name for name in names if (folder / name).exists()]
+    if holds_run(folder):
         require(
             overwrite,
             f"{folder} already holds a run: go on with --resume, replace it with --overwrite, or choose another --out",
         )
-        for path in ours:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "recipe.toml", text)
-    return found
-
-
-def run_files(folder: Path) -> list[Path]:
-    """What a run has left in a folder, if anything worth keeping: nothing else there is ever deleted."""
-    files = [folder / name for name in ("log.jsonl", "model.safetensors", "report.html")]
-    kept = [path for path in files if path.is_file()] + list_checkpoints(folder) + list_snapshots(folder)
-    recipe = folder / "recipe.toml"
-    return [*kept, recipe] if kept and recipe.is_file() else kept
+    elif foreign := [path for path in files if path.name != "recipe.toml" or not path.read_bytes().startswith(MARK)]:
+        raise ConfigError(f"{foreign[0]} is in the way and not of a run of ict: move it, or choose another --out")
+    for path in (*files, *list_checkpoints(folder), *list_snapshots(folder)):
+        remove(path)
 
 
 def step_back(folder: Path, found: Found) -> None:
@@ -62,7 +73,7 @@ FREE = {
     "name",
     "about",
     "data.path",
-    *(f"training.{key}" for key in (*BOUNDS, "log_every", "save_every", "snapshots", "keep")),
+    *(f"training.{key}" for key in (*BOUNDS, "accumulate", "log_every", "save_every", "snapshots", "keep")),
 }
 
 

@@ -1,3 +1,5 @@
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -47,6 +49,11 @@ def cifar10(folder, **data):
     return load_images(tiny_config(data=values).data)
 
 
+@pytest.fixture(autouse=True)
+def _small_files(monkeypatch):
+    monkeypatch.setattr("ict.data.cifar10.RECORDS", 7)
+
+
 def test_cifar10_from_its_binary_files(tmp_path):
     write_cifar10(tmp_path / "c")
     images = cifar10(tmp_path / "c")
@@ -62,7 +69,7 @@ def test_cifar10_that_is_missing_or_damaged(tmp_path):
     write_cifar10(tmp_path / "c")
     path = tmp_path / "c" / "data_batch_3.bin"
     whole = path.read_bytes()
-    for damaged in (whole[:-1], b"", b"\xff" + whole[1:]):
+    for damaged in (whole[:-1], whole[:-3073], b"", b"\xff" + whole[1:]):
         path.write_bytes(damaged)
         with pytest.raises(ConfigError, match=r"data_batch_3\.bin is damaged"):
             cifar10(tmp_path / "c")
@@ -86,11 +93,24 @@ def test_imagenet64_that_is_missing_or_damaged(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no train_data_batch"):
         imagenet64(tmp_path)
     path = tmp_path / "train_data_batch_1.npz"
-    path.write_bytes(b"nonsense")
-    with pytest.raises(ConfigError, match="is damaged"):
-        imagenet64(tmp_path)
+    np.savez_compressed(
+        path, data=np.random.default_rng(0).integers(0, 9, (3, 12288), dtype=np.uint8), labels=[1, 2, 3]
+    )
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 0xFF
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros(3))
+    for damaged in (b"nonsense", b"", whole[: len(whole) // 2], bytes(flipped), buffer.getvalue()):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match="is damaged"):
+            imagenet64(tmp_path)
+    for labels in (3, [[1]], [1.5], ["a"], [True]):
+        np.savez(path, data=np.zeros((1, 12288), np.uint8), labels=np.array(labels))
+        with pytest.raises(ConfigError, match="whole numbers from 1 to 1000"):
+            imagenet64(tmp_path)
     np.savez(path, data=np.zeros((1, 12288), np.uint8), labels=np.array([0]))
-    with pytest.raises(ConfigError, match="labels from 1 to 1000"):
+    with pytest.raises(ConfigError, match="whole numbers from 1 to 1000"):
         imagenet64(tmp_path)
     np.savez(path, data=np.array([{}], dtype=object), labels=np.array([1]))  # a pickle inside is never opened
     with pytest.raises(ConfigError, match="is damaged"):

@@ -95,6 +95,40 @@ def test_memory_layout_does_not_matter(kind):
     assert torch.allclose(plain, last, atol=1e-4 * plain.abs().max().item())
 
 
+def test_ncsnpp_starts_as_the_official_net_does():
+    """Uniform weights of variance scale / mean fan (0.1 for queries, keys and values, 1e-10 at the end of a branch)."""
+    torch.manual_seed(0)
+    config = NetConfig(kind="ncsnpp", channels=64, multipliers=(1, 2), blocks=1, attention=(8,), head_channels=0)
+    fresh = build_net(config, image_size=16, channels=3, classes=0)
+
+    def check(module, fan_in, fan_out, scale=1.0):
+        assert module.weight.std().item() == pytest.approx(math.sqrt(scale * 2 / (fan_in + fan_out)), rel=0.06)
+        assert module.weight.abs().max() <= math.sqrt(6 * scale / (fan_in + fan_out)) * (1 + 1e-6)
+        assert module.bias.abs().max() == 0
+
+    block = fresh.down[1][0].block  # 64 -> 128 channels
+    check(block.conv1, 64 * 9, 128 * 9)
+    check(block.skip, 64, 128)
+    check(block.embed, 256, 128)
+    check(fresh.embed.dense1, 128, 256)
+    check(fresh.pyramid[0].conv, 3 * 9, 64 * 9)
+    check(fresh.middle[0].attention.qkv, 128, 128, scale=0.1)
+    assert 0 < block.conv2.weight.abs().max() < 1e-5 and 0 < fresh.conv_out.weight.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", sorted(NETS))
+def test_dropout_stands_between_the_second_silu_and_the_second_convolution(kind):
+    built = net(kind=kind, dropout=0.3, channels=3)
+    block = next(m for m in built.modules() if isinstance(m, ResidualBlock))
+    seen = {}
+    block.norm2.register_forward_hook(lambda _m, _i, out: seen.update(norm=out))
+    block.dropout.register_forward_hook(lambda _m, i, out: seen.update(dropout=(i[0], out)))
+    block.conv2.register_forward_hook(lambda _m, i, _out: seen.update(conv=i[0]))
+    built(torch.randn(2, 3, 8, 8), torch.zeros(2), None, keys(2))
+    assert torch.equal(seen["dropout"][0], nn.functional.silu(seen["norm"]))
+    assert torch.equal(seen["conv"], seen["dropout"][1])
+
+
 # --- resampling
 
 
@@ -122,7 +156,10 @@ def test_the_filter_against_zeros_put_in_by_hand():
     ("config", "size", "message"),
     [
         ({"multipliers": (1, 2, 2, 2)}, 20, "cannot be halved 3 times"),
+        ({"multipliers": (1, 1, 1, 1), "kind": "adm"}, 8, "leaves 2 pixels"),
         ({"attention": (16,)}, 8, "feature maps of 16"),
+        ({"attention": (8,), "channels": 40, "head_channels": 16}, 8, "net.head_channels = 16 does not divide"),
+        ({"kind": "ncsnpp", "scale_shift": True}, 8, "for net.kind = adm alone"),
         ({"kind": "unett"}, 8, "did you mean 'unet'"),
         ({"embedding": "furier"}, 8, "did you mean 'fourier'"),
     ],

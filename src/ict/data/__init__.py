@@ -1,12 +1,14 @@
-"""Images to learn from. A source is a function `(config) -> Images`; a recipe names it by its entry here."""
+"""Images to learn from. A source is a function `(config) -> Images`; a recipe names its entry here, or gives a path."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from ict.config import ConfigError, DataConfig, choose
 from ict.data.cifar10 import load_cifar10
 from ict.data.digits import load_digits
 from ict.data.imagenet64 import load_imagenet64
 from ict.data.images import Images, to_float, to_uint8
+from ict.data.prepare import Progress, load_pile
 from ict.data.sampler import batch_indices, flip_mask
 
 SOURCES: dict[str, Callable[[DataConfig], Images]] = {
@@ -16,9 +18,12 @@ SOURCES: dict[str, Callable[[DataConfig], Images]] = {
 }
 
 
-def load_images(config: DataConfig) -> Images:
+def load_images(config: DataConfig, progress: Progress | None = None) -> Images:
     """The images that a recipe asks for, checked against the shape it announces."""
-    images = choose("data.source", config.source, SOURCES)(config)
+    if is_path(config.source):
+        images = load_pile(config, progress)
+    else:
+        images = choose("data.source", config.source, SOURCES)(config)
     expected = (config.channels, config.image_size, config.image_size)
     if images.shape != expected:
         raise ConfigError(
@@ -33,4 +38,9 @@ def load_images(config: DataConfig) -> Images:
     return images
 
 
-__all__ = ["SOURCES", "Images", "batch_indices", "flip_mask", "load_images", "to_float", "to_uint8"]
+def is_path(source: str) -> bool:
+    """Whether a source is given by where it is, not by its name."""
+    return source not in SOURCES and (any(sign in source for sign in "/\\.*{~") or Path(source).exists())
+
+
+__all__ = ["SOURCES", "Images", "batch_indices", "flip_mask", "is_path", "load_images", "to_float", "to_uint8"]

@@ -10,6 +10,7 @@ from ict.data.images import Images
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 RECORD = 1 + 3 * 32 * 32
+RECORDS = 10_000  # in a file
 
 
 def load_cifar10(config: DataConfig) -> Images:
@@ -32,6 +33,6 @@ def read_batch(path: Path) -> np.ndarray:
             "(cifar-10-batches-bin, with data_batch_1.bin to data_batch_5.bin)"
         )
     data = np.fromfile(path, dtype=np.uint8)
-    if len(data) == 0 or len(data) % RECORD or data[::RECORD].max() >= len(CLASSES):
-        raise ConfigError(f"{path} is damaged: it does not hold records of {RECORD} bytes with labels 0 to 9")
+    if len(data) != RECORDS * RECORD or data[::RECORD].max() >= len(CLASSES):
+        raise ConfigError(f"{path} is damaged: it does not hold {RECORDS:,} records of {RECORD} bytes, labels 0 to 9")
     return data.reshape(-1, RECORD)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ict.config import require
 from ict.nets.dropout import Dropout
 
 
@@ -105,8 +106,10 @@ class Attention(nn.Module):
     def __init__(self, channels: int, *, head_channels: int, style: Style):
         super().__init__()
         self.heads = max(1, channels // (head_channels or channels))
-        while channels % self.heads:
-            self.heads -= 1
+        require(
+            self.heads == 1 or channels % head_channels == 0,
+            f"net.head_channels = {head_channels} does not divide the {channels} channels of a map that attends",
+        )
         self.skip_scale = style.skip_scale
         self.norm = style.norm(channels)
         self.qkv = style.attend(nn.Conv2d(channels, 3 * channels, 1))

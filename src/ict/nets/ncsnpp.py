@@ -3,7 +3,8 @@
     x ─► convolution ─► [blocks ─► halving block ─► + pyramid]… ─► middle ─► [blocks ─► attention ─► doubling block]…
     └─► pyramid: FIR filter and convolution of stride 2, joined to the trunk at every level  ─► norm, convolution
 
-Every sum of two paths is scaled by √½. On the way up a level attends once, after its blocks.
+Every sum of two paths is scaled by √½. On the way up a level attends once, after its blocks. With the Fourier embedding
+and one head (`head_channels = 0`) this is the official net; the positional embedding here is ADM's.
 """
 
 import functools

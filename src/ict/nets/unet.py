@@ -146,9 +146,9 @@ def check_size(config: NetConfig, image_size: int) -> None:
     """Every level but the last halves the image, so its size must be divisible that often."""
     halvings = len(config.multipliers) - 1
     require(
-        image_size % 2**halvings == 0 and image_size >= 2**halvings,
+        image_size % 2**halvings == 0 and image_size >> halvings >= 2,
         f"data.image_size = {image_size} cannot be halved {halvings} times, once between two net.multipliers; "
-        f"use a multiple of {2**halvings}, or fewer multipliers",
+        f"use a multiple of {2**halvings} that leaves 2 pixels or more, or fewer multipliers",
     )
     sizes = [image_size >> level for level in range(halvings + 1)]
     for size in config.attention:

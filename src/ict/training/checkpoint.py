@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from ict.config import Config, ConfigError, from_dict, to_dict
-from ict.files import DamagedFile, list_checkpoints, sha256, step_name, step_of, sync_folder, write_synced
+from ict.files import DamagedFile, list_checkpoints, remove, sha256, step_name, step_of, sync_folder, write_synced
 from ict.model import ModelSpec, pack_model
 from ict.training.loop import TrainState
 
@@ -34,7 +34,6 @@ def save_checkpoint(run: Path, state: TrainState, spec: ModelSpec, config: Confi
     """Write a checkpoint; on any error the earlier ones are untouched. Keeps the newest `training.keep`."""
     final = run / "checkpoints" / step_name(state.step)
     partial = final.with_name(f".{final.name}.partial")
-    replaced = final.with_name(f".{final.name}.replaced")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -53,18 +52,14 @@ def save_checkpoint(run: Path, state: TrainState, spec: ModelSpec, config: Confi
             manifest["files"][name] = sha256(data)
         write_synced(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
         sync_folder(partial)
-        if final.exists():  # the same step again, after a resume from an older checkpoint
-            shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)
         partial.rename(final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     sync_folder(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
     others = [path for path in list_checkpoints(run) if path != final]
     for old in others[: max(0, len(others) + 1 - config.training.keep)]:
-        shutil.rmtree(old)
+        remove(old)
     return final
 
 

@@ -1,0 +1,101 @@
+"""The only place where untrusted bytes become pixels.
+
+A file is refused, with its reason, rather than trusted: its size is bounded before it is read, its pixels before they
+are decoded, and whatever a decoder throws becomes a reason, not a crash.
+"""
+
+import io
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageOps
+
+MAX_BYTES = 256 * 2**20  # of one file
+MAX_PIXELS = 100_000_000  # of one image, before it is decoded
+# What Pillow may open, as far as it was built with it: plain raster formats. Others start programs (EPS).
+Image.init()
+WANTED = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "TGA", "AVIF", "JPEG2000")
+FORMATS = tuple(form for form in WANTED if form in Image.OPEN)
+ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".tga", ".avif", ".jp2")
+
+# Pillow warns of every odd tag of every file; what matters is raised.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+
+
+class Refused(Exception):
+    """An image that cannot be used; the message is the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What every image is made into."""
+
+    size: int
+    channels: int  # 1 or 3
+    fit: str  # "crop" the centre square, or "pad" to a square
+    background: int  # grey under transparent pixels and beside padded ones
+
+
+def decode(data: bytes, target: Target) -> np.ndarray:
+    """The pixels of an image file -> uint8 [channels, size, size]; raises Refused."""
+    if not data:
+        raise Refused("empty file")
+    if len(data) > MAX_BYTES:
+        raise Refused(f"larger than {MAX_BYTES >> 20} MiB")
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            return to_pixels(image, target)
+    except Refused:
+        raise
+    except Image.UnidentifiedImageError:
+        raise Refused("not an image of a known format") from None
+    except Exception as error:  # a decoder may throw anything; none of it may stop the rest of the pile
+        raise Refused(f"cannot be decoded: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def to_pixels(image: Image.Image, target: Target) -> np.ndarray:
+    """The first frame: upright, opaque, in 8 bits, square, resized -> uint8 [channels, size, size]."""
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise Refused(f"{width}×{height} pixels are more than {MAX_PIXELS:,}")
+    if image.format == "JPEG" and "A" not in image.mode:  # decode no finer than twice what is needed
+        image.draft(None, (2 * target.size, 2 * target.size))
+    turned = ImageOps.exif_transpose(image)
+    picture = opaque(turned, target).convert("L" if target.channels == 1 else "RGB")
+    array = np.asarray(square(picture, target), dtype=np.uint8)
+    return np.ascontiguousarray(array[None] if target.channels == 1 else array.transpose(2, 0, 1))
+
+
+def opaque(image: Image.Image, target: Target) -> Image.Image:
+    """Without transparency, and with 8 bits a channel."""
+    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
+        return scaled_to_8_bits(image)
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        ground = Image.new("RGBA", image.size, (target.background,) * 3 + (255,))
+        return Image.alpha_composite(ground, image)
+    return image
+
+
+def scaled_to_8_bits(image: Image.Image) -> Image.Image:
+    """16-bit grey by its upper byte; 32-bit and floating-point grey by its range."""
+    values = np.asarray(image).astype(np.float64)
+    if not np.isfinite(values).all():
+        raise Refused("pixels that are not finite numbers")
+    low, high = (0.0, 65535.0) if values.min() >= 0 and 255 < values.max() <= 65535 else (0.0, 255.0)
+    if values.min() < low or values.max() > high:
+        low, high = values.min(), max(values.max(), values.min() + 1)
+    return Image.fromarray(np.rint((values - low) * (255 / (high - low))).astype(np.uint8))
+
+
+def square(image: Image.Image, target: Target) -> Image.Image:
+    """Cropped or padded to a square and resized (Lanczos)."""
+    width, height = image.size
+    size = (target.size, target.size)
+    if target.fit == "crop":
+        side = min(width, height)
+        left, top = (width - side) // 2, (height - side) // 2
+        return image.resize(size, Image.Resampling.LANCZOS, box=(left, top, left + side, top + side))
+    ground = target.background if image.mode == "L" else (target.background,) * 3
+    return ImageOps.pad(image, size, Image.Resampling.LANCZOS, color=ground)  # type: ignore
