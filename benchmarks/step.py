@@ -26,7 +26,7 @@ SHARES = ("cifar10-ict:128", "cifar10-ict-deep:128", "imagenet64-ict:64", "image
 def step_time(name: str, batch: int, *, warm: int = 3, timed: int = 8) -> tuple[float, float, float]:
     """Seconds a step, GiB at the peak, and the loss of the last step, at N = 1281."""
     config = load_recipe(find_recipe(name))
-    config = replace(config, training=replace(config.training, batch=batch, steps=1000))
+    config = replace(config, training=replace(config.training, batch=batch, accumulate=1, steps=1000))
     config = replace(config, objective=replace(config.objective, curriculum="constant"))
     count, shape = 4 * batch, (config.data.channels, config.data.image_size, config.data.image_size)
     images = Images(

@@ -158,7 +158,7 @@ def test_the_filter_against_zeros_put_in_by_hand():
         ({"multipliers": (1, 2, 2, 2)}, 20, "cannot be halved 3 times"),
         ({"multipliers": (1, 1, 1, 1), "kind": "adm"}, 8, "leaves 2 pixels"),
         ({"attention": (16,)}, 8, "feature maps of 16"),
-        ({"attention": (8,), "channels": 40, "head_channels": 16}, 8, "net.head_channels = 16 does not divide"),
+        ({"attention": (8,), "multipliers": (5,), "head_channels": 16}, 8, "net.head_channels = 16 does not divide"),
         ({"kind": "ncsnpp", "scale_shift": True}, 8, "for net.kind = adm alone"),
         ({"kind": "unett"}, 8, "did you mean 'unet'"),
         ({"embedding": "furier"}, 8, "did you mean 'fourier'"),

@@ -26,6 +26,7 @@ class Entry:
     size: int
     offset: int | None = None  # of a tar's member; None: a file of its own, or a zip's member
     label: str = ""
+    time: int = 0  # when a file of its own was last written; a member of an archive is as old as the archive
 
 
 @dataclass
@@ -51,20 +52,10 @@ def list_pile(source: str) -> Pile:
             else:
                 names.add(entry.name)
                 pile.entries.append(entry)
-            stamp = f"{entry.name}\0{entry.size}\0{entry_time(entry, stat.st_mtime_ns)}\n"
+            stamp = f"{entry.name}\0{entry.size}\0{entry.time or stat.st_mtime_ns}\n"
             stamps.update(stamp.encode("utf-8", "replace"))
     pile.fingerprint = stamps.hexdigest()
     return pile
-
-
-def entry_time(entry: Entry, archive_time: int) -> int:
-    """When a file was last written; a member of an archive is as old as the archive."""
-    if entry.offset is None and not zipfile_like(entry.path):
-        try:
-            return os.stat(entry.path).st_mtime_ns
-        except OSError:
-            return 0
-    return archive_time
 
 
 def zipfile_like(path: Path) -> bool:
@@ -102,22 +93,25 @@ def expand(source: str) -> list[Path]:
 
 def list_folder(root: Path) -> Iterator[tuple[Entry, str | None]]:
     """Images in a folder and below, in the order of their names; links are followed only to files inside."""
-    home = root.resolve()
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for file in sorted(files):
-            path = Path(folder) / file
-            name = path.relative_to(root).as_posix()
-            if file.startswith(".") or not file.lower().endswith(ENDINGS):
+    home, waiting = root.resolve(), [root]
+    while waiting:
+        folder = waiting.pop()
+        with os.scandir(folder) as listing:
+            found = sorted((one for one in listing if not one.name.startswith(".")), key=lambda one: one.name)
+        waiting += [folder / one.name for one in reversed(found) if one.is_dir(follow_symlinks=False)]
+        for one in found:
+            if not one.name.lower().endswith(ENDINGS):
                 continue
+            path = folder / one.name
+            name = path.relative_to(root).as_posix()
             try:
-                size = path.stat().st_size
-                inside = path.resolve().is_relative_to(home)
+                stat = one.stat()
+                inside = not one.is_symlink() or path.resolve().is_relative_to(home)
             except OSError as error:
                 yield Entry(name, path, 0), f"cannot be read ({error.strerror})"
                 continue
             reason = None if inside else "a link that leads out of the folder"
-            yield Entry(name, path, size, label=label_of(name)), reason
+            yield Entry(name, path, stat.st_size, label=label_of(name), time=stat.st_mtime_ns), reason
 
 
 def list_archive(path: Path) -> Iterator[tuple[Entry, str | None]]:
@@ -155,8 +149,8 @@ def list_tar(path: Path) -> Iterator[tuple[Entry, str | None]]:
 
 def label_of(name: str) -> str:
     """The class of a file: the folder at the top of its path."""
-    parts = PurePosixPath(name).parts
-    return parts[0] if len(parts) > 1 else ""
+    top, slash, _ = name.removeprefix("./").partition("/")
+    return top if slash else ""
 
 
 _opened = threading.local()

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -97,16 +97,15 @@ def write_pixels(partial: Path, pile: Pile, target: Target, progress: Progress |
     labels: list[int] = []
     refused = list(pile.refused)
     digest = hashlib.sha256()
+    done = 0
     with (partial / "pixels.u8").open("wb") as file:
-        for done, (entry, pixels) in enumerate(decode_all(pile.entries, target), 1):
-            if isinstance(pixels, str):
-                refused.append((entry.name, pixels))
-            else:
-                data = pixels.tobytes()
-                file.write(data)
-                digest.update(data)
-                labels.append(numbers[entry.label])
-            if progress is not None and (done % CHUNK == 0 or done == len(pile.entries)):
+        for outcomes, pixels in decode_all(pile.entries, target):
+            file.write(pixels)
+            digest.update(pixels)
+            labels += [numbers[entry.label] for entry, reason in outcomes if reason is None]
+            refused += [(entry.name, reason) for entry, reason in outcomes if reason is not None]
+            done += len(outcomes)
+            if progress is not None:
                 progress(done, len(pile.entries))
         file.flush()
         os.fsync(file.fileno())
@@ -122,29 +121,37 @@ def write_pixels(partial: Path, pile: Pile, target: Target, progress: Progress |
     }
 
 
-def decode_all(entries: list[Entry], target: Target) -> Iterator[tuple[Entry, np.ndarray | str]]:
-    """Every entry with its pixels, or the reason why it has none, in order; decoded by as many threads as cores.
+Chunk = tuple[list[tuple[Entry, str | None]], bytes]
 
-    Threads, not processes: Pillow lets go of the interpreter while it decodes and resizes.
+
+def decode_all(entries: list[Entry], target: Target) -> Iterator[Chunk]:
+    """Chunks of entries, each with the reason if it was refused, and the pixels of the rest, in order.
+
+    By as many threads as cores: Pillow lets go of the interpreter while it decodes and resizes, and so do the hash and
+    the file when they are given a whole chunk.
     """
-
-    def work(chunk: list[Entry]) -> list[tuple[Entry, np.ndarray | str]]:
-        return [(entry, pixels_or_reason(entry, target)) for entry in chunk]
-
     chunks = iter([entries[i : i + CHUNK] for i in range(0, len(entries), CHUNK)])
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(workers) as pool:
-        waiting = [pool.submit(work, chunk) for chunk in islice(chunks, 2 * workers)]  # bounds what is held in memory
+        # No more than this is ever held in memory.
+        waiting = deque(pool.submit(decode_chunk, chunk, target) for chunk in islice(chunks, 3 * workers))
         while waiting:
-            yield from waiting.pop(0).result()
-            waiting += [pool.submit(work, chunk) for chunk in islice(chunks, 1)]
+            finished = waiting.popleft().result()
+            waiting.extend(pool.submit(decode_chunk, chunk, target) for chunk in islice(chunks, 1))
+            yield finished
 
 
-def pixels_or_reason(entry: Entry, target: Target) -> np.ndarray | str:
-    try:
-        return decode(read_entry(entry), target)
-    except Refused as refused:
-        return str(refused)
+def decode_chunk(chunk: list[Entry], target: Target) -> Chunk:
+    """The work of one thread."""
+    outcomes: list[tuple[Entry, str | None]] = []
+    pixels: list[bytes] = []
+    for entry in chunk:
+        try:
+            pixels.append(decode(read_entry(entry), target).tobytes())
+            outcomes.append((entry, None))
+        except Refused as refused:
+            outcomes.append((entry, str(refused)))
+    return outcomes, b"".join(pixels)
 
 
 def is_prepared(folder: Path) -> bool:
