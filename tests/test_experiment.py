@@ -283,8 +283,12 @@ def test_a_run_can_be_made_longer_not_shorter(whole, tmp_path):
         run(tiny_config(training={"steps": 3}), tmp_path / "run", device="cpu", resume=True, console=quiet())
 
 
-def test_the_end_of_a_run_is_logged(tmp_path):
-    run(tiny_config(training={"steps": 5}), tmp_path / "run", device="cpu", console=quiet())
+@pytest.mark.parametrize("save_every", [1, 2])
+def test_the_end_of_a_run_is_logged_once(save_every, tmp_path):
+    config = tiny_config(training={"steps": 5, "save_every": save_every})
+    run(config, tmp_path / "run", device="cpu", console=quiet())
+    assert [record["step"] for record in read_log(tmp_path / "run" / "log.jsonl")] == [1, 3, 5]
+    run(config, tmp_path / "run", device="cpu", resume=True, console=quiet())
     assert [record["step"] for record in read_log(tmp_path / "run" / "log.jsonl")] == [1, 3, 5]
 
 

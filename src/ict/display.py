@@ -25,7 +25,22 @@ def format_time(seconds: float) -> str:
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
-class TrainingDisplay:
+class Bar:
+    """Something with a bar that is shown while it is entered."""
+
+    bar: Progress
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+
+class TrainingDisplay(Bar):
     """Shows images/s, N, loss and the time left; `show` is called once a step."""
 
     def __init__(self, console: Console):
@@ -40,15 +55,6 @@ class TrainingDisplay:
         self.task = self.bar.add_task("train", total=1.0, text="the first steps …")
         self.started: tuple[float, float] | None = None  # (progress, seconds) when this process began
         self.last: dict[str, Any] | None = None
-
-    def __enter__(self) -> Self:
-        self.bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bar.stop()
 
     def show(self, state: TrainState, progress: float, record: dict[str, Any] | None) -> None:
         self.started = self.started or (progress, state.seconds)
@@ -67,21 +73,12 @@ class TrainingDisplay:
             self.console.print(f"{100 * progress:3.0f} %  {text}", highlight=False)
 
 
-class DataProgress:
+class DataProgress(Bar):
     """A bar for images that are being decoded; called with how many of how many are done."""
 
     def __init__(self) -> None:
         self.bar = Progress(transient=True, disable=not sys.stdout.isatty())
         self.task = self.bar.add_task("decoding images", total=None)
-
-    def __enter__(self) -> Self:
-        self.bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bar.stop()
 
     def __call__(self, done: int, total: int) -> None:
         self.bar.update(self.task, completed=done, total=total)

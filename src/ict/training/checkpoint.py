@@ -100,7 +100,7 @@ def find_checkpoint(run: Path) -> Found:
         raise ConfigError(
             f"no checkpoint in {run} can be used; start the run anew with --overwrite:\n  " + "\n  ".join(passed_over)
         )
-    raise ConfigError(f"there is no checkpoint in {run} to resume from: start without --resume")
+    raise ConfigError(f"there is no checkpoint in {run} to resume from: start without --resume, or with --overwrite")
 
 
 def check_checkpoint(path: Path) -> dict[str, Any]:

@@ -82,8 +82,10 @@ class RunLog:
         """Go on as the log was at `step`: later lines, written before the run broke off, are dropped."""
         self.count = state["count"]
         self.loss, self.gradient = (torch.tensor(state[k], dtype=torch.float64) for k in ("loss", "gradient"))
-        kept = [json.dumps(record) + "\n" for record in read_log(self.path) if record["step"] <= step]
-        write_atomically(self.path, "".join(kept).encode())
+        kept = [record for record in read_log(self.path) if record["step"] <= step]
+        if kept and kept[-1]["step"] == step:  # the run had ended here, and its last line is written
+            self.count, self.loss, self.gradient = 0, self.loss * 0, self.gradient * 0
+        write_atomically(self.path, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
