@@ -14,7 +14,7 @@ HOMES = (Path(__file__).parents[2] / "recipes", Path(__file__).parent / "recipes
 
 def list_recipes() -> dict[str, Path]:
     """Names and paths of the recipes that come with ict."""
-    return {path.stem: path for home in HOMES for path in sorted(home.glob("*.toml"))}
+    return {path.stem: path for home in HOMES for path in sorted(home.glob("*.toml"), key=lambda p: p.stem)}
 
 
 def find_recipe(name: str) -> Path:
