@@ -8,6 +8,7 @@ from formula import near, numbers, weight
 from torch import Tensor, nn
 
 from ict.nets.adm import ADM
+from ict.nets.embeddings import FourierEmbedding
 from ict.nets.layers import Attention, ResidualBlock, Stage
 from ict.nets.ncsnpp import NCSNpp
 
@@ -59,8 +60,9 @@ def load_ncsnpp(net: NCSNpp, *, scale: float) -> None:
     def nin(name: str, channels: int) -> tuple[np.ndarray, np.ndarray]:
         return weight(f"{name}/W", (channels, channels), fan_in=channels).T, near(f"{name}/b", (channels,), 0.0)
 
-    frequencies = net.embed.noise.frequencies
-    fill(frequencies, numbers("GaussianFourierProjection_0/W", tuple(frequencies.shape)) * np.float32(scale))
+    if isinstance(net.embed.noise, FourierEmbedding):
+        frequencies = net.embed.noise.frequencies
+        fill(frequencies, numbers("GaussianFourierProjection_0/W", tuple(frequencies.shape)) * np.float32(scale))
     dense(net.embed.dense1, "Dense_0")
     dense(net.embed.dense2, "Dense_1")
     conv(net.conv_in, "Conv_0")

@@ -28,7 +28,7 @@ def keys(n: int, *, step: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", sorted(NETS))
 @pytest.mark.parametrize("size", [8, 16, 28, 32, 64])
-@pytest.mark.parametrize("embedding", ["fourier", "positional"])
+@pytest.mark.parametrize("embedding", ["fourier", "sinusoidal", "positional"])
 def test_shapes(kind, size, embedding):
     out = net(kind=kind, size=size, channels=3, embedding=embedding, multipliers=(1, 2, 2), attention=(size // 2,))(
         torch.randn(2, 3, size, size), torch.zeros(2)

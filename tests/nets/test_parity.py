@@ -50,6 +50,7 @@ SMALL_NCSNPP = {
     "small": {},
     "small-deep": {"multipliers": (2, 2, 2), "blocks": 2},
     "scale16": {"fourier_scale": 16.0},
+    "sinusoidal": {"embedding": "sinusoidal"},
 }
 
 

@@ -47,9 +47,25 @@ class PositionalEmbedding(nn.Module):
         return torch.cat((angle.cos(), angle.sin()), dim=1)
 
 
+class SinusoidalEmbedding(nn.Module):
+    """[sin, cos](c_noise · w) with w from 1 down to 1/10000, both ends included: DDPM's form, as NCSN++ has it."""
+
+    frequencies: Tensor
+
+    def __init__(self, width: int, *, max_period: float = 10_000.0):
+        super().__init__()
+        exponents = torch.linspace(0, 1, width // 2, dtype=torch.float64)
+        self.register_buffer("frequencies", (max_period**-exponents).float(), persistent=False)
+
+    def forward(self, c_noise: Tensor) -> Tensor:
+        angle = c_noise.float()[:, None] * self.frequencies.float()
+        return torch.cat((angle.sin(), angle.cos()), dim=1)
+
+
 # name in a recipe -> (width, config of the net) -> module
 EMBEDDINGS: dict[str, Callable[[int, NetConfig], nn.Module]] = {
     "fourier": lambda width, config: FourierEmbedding(width, scale=config.fourier_scale),
+    "sinusoidal": lambda width, config: SinusoidalEmbedding(width),
     "positional": lambda width, config: PositionalEmbedding(width, scale=config.positional_scale),
 }
 

@@ -3,8 +3,8 @@
     x ─► convolution ─► [blocks ─► halving block ─► + pyramid]… ─► middle ─► [blocks ─► attention ─► doubling block]…
     └─► pyramid: FIR filter and convolution of stride 2, joined to the trunk at every level  ─► norm, convolution
 
-Every sum of two paths is scaled by √½. On the way up a level attends once, after its blocks. With the Fourier embedding
-and one head (`head_channels = 0`) this is the official net; the positional embedding here is ADM's.
+Every sum of two paths is scaled by √½. On the way up a level attends once, after its blocks. With the Fourier or the
+sinusoidal embedding and one head (`head_channels = 0`) this is the official net; `positional` is ADM's embedding.
 """
 
 import functools
@@ -60,7 +60,8 @@ class NCSNpp(nn.Module):
         check_size(config, image_size)
         self.config = config
         width, last = config.channels, len(config.multipliers) - 1
-        self.embed = Embedding(config, width=2 * width, classes=classes, start=fan_average_)
+        embedded = 2 * width if config.embedding == "fourier" else width
+        self.embed = Embedding(config, width=embedded, classes=classes, start=fan_average_)
 
         current, size, pyramid = width, image_size, channels
         self.conv_in = fan_average_(nn.Conv2d(channels, width, 3, padding=1))
