@@ -235,12 +235,14 @@ def test_a_folder_of_images_from_inspection_to_samples(trained, tmp_path, monkey
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.effect_noise((20 + i, 30), 60).convert("RGB").save(path)
     (tmp_path / "pile" / "odd" / "broken.png").write_text("text")
+    (tmp_path / "pile" / "odd" / "empty.png").write_bytes(b"")
     seen = ict("data", "inspect", tmp_path / "pile", "--size", 16, "--out", tmp_path / "sheet.png")
     assert seen.returncode == 0, seen.stderr
     assert "even 6, odd 6" in seen.stdout and "odd/broken.png" in seen.stdout
+    assert seen.stdout.count("not an image of a known format") == seen.stdout.count("empty file") == 2  # sum, and file
     assert Image.open(tmp_path / "sheet.png").mode == "RGB"
     ready = ict("data", "prepare", tmp_path / "pile", "--size", 16)
-    assert "12 images, 1 refused" in ready.stdout
+    assert "12 images, 2 refused" in ready.stdout
     changes = [f"data.source={tmp_path / 'pile'}", "data.image_size=16", "data.channels=3", "data.classes=2"]
     options = [word for change in [*changes, "net.attention=[]"] for word in ("--set", change)]
     done = ict("train", trained, "--out", tmp_path / "run", "--steps", 2, *options)

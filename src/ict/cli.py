@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ict.config import Config, ConfigError, DataConfig, parse_duration, require
-from ict.files import DamagedFile
+from ict.config import ConfigError, DataConfig, parse_duration, require
+from ict.files import DamagedFile, holds_run
 from ict.frontpage import COMMANDS, page
 from ict.recipes import find_recipe, list_recipes, load_recipe
 
@@ -54,10 +54,6 @@ def explain(error: OSError) -> str:
     return what
 
 
-def read_recipe(recipe: str, overrides: list[str]) -> Config:
-    return load_recipe(find_recipe(recipe), overrides)
-
-
 @app.command(help=COMMANDS["train"])
 def train(
     recipe: RecipeArgument,
@@ -78,10 +74,10 @@ def train(
         parse_duration("--budget", budget)
         given = [f'training.budget="{budget}"']
     given += [] if seed is None else [f"seed={seed}"]
-    config = read_recipe(recipe, [*(set_ or []), *given])
     source = find_recipe(recipe)
+    config = load_recipe(source, [*(set_ or []), *given])
     if out is None:  # the recipe of a run belongs to that run
-        ours = source.name == "recipe.toml" and (source.parent / "log.jsonl").is_file()
+        ours = source.name == "recipe.toml" and holds_run(source.parent)
         out = source.parent if ours else Path("runs") / config.name
     require(str(out) != "." or source.parent == out, "--out: give the run's folder a name")
 
@@ -179,9 +175,7 @@ FitOption = Annotated[str, typer.Option(help="How an image becomes square: crop 
 
 
 def data_config(source: str, size: int, grey: bool, fit: str) -> DataConfig:
-    config = DataConfig(source=source, image_size=size, channels=1 if grey else 3, fit=fit)
-    require(Path(source).exists() or any(sign in source for sign in "*?{"), f"there is no {source}")
-    return config
+    return DataConfig(source=source, image_size=size, channels=1 if grey else 3, fit=fit)
 
 
 @data.command("prepare", help="Decode a pile of images once, so that training starts at once.")
@@ -243,7 +237,7 @@ def info(
         require(not set_, "--set changes a recipe; a model file stays as it is")
         Console().print(describe_model(Path(what)))
     else:
-        Console().print(describe_recipe(read_recipe(what, set_ or []), tflops=tflops))
+        Console().print(describe_recipe(load_recipe(find_recipe(what), set_ or []), tflops=tflops))
 
 
 @app.command(help=COMMANDS["recipes"])

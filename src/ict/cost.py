@@ -51,7 +51,7 @@ def measure(spec: ModelSpec) -> Cost:
             out.sum().backward()
     once = forward.get_total_flops()
     return Cost(
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=model.size,
         forward=once,
         training=2 * once + backward.get_total_flops(),
         activations=sum(size for _, size in kept.values()),

@@ -16,7 +16,7 @@ from ict.files import step_name, write_atomically
 from ict.model import ModelSpec, build_model, pack_model
 from ict.objectives import Step, build_objective
 from ict.pictures import comfortable_scale, grid, png
-from ict.runfolder import open_folder
+from ict.runfolder import leftovers, open_folder
 from ict.sampling import Generator
 from ict.training.budget import Budget
 from ict.training.checkpoint import Found, restore, save_checkpoint, surroundings
@@ -41,10 +41,6 @@ class Run:
     console: Console
     saved: int = 0  # step of the newest checkpoint
 
-    @property
-    def device(self) -> torch.device:
-        return next(self.state.model.parameters()).device
-
     def save(self) -> None:
         """Write a checkpoint, unless this step has one; never of a run that has diverged."""
         if self.saved != self.state.step:
@@ -56,7 +52,7 @@ class Run:
         """The first average as it is now."""
         model = build_model(self.spec)
         model.load_state_dict(self.state.averages[0].weights)
-        return Generator(model, self.spec).to(self.device)
+        return Generator(model, self.spec).to(self.state.model.device)
 
     def snapshot(self) -> None:
         """Samples from the same noise every time, so that a row of snapshots shows one set of images appear."""
@@ -85,6 +81,8 @@ def run(
     require(not (resume and overwrite), "--resume and --overwrite exclude each other: go on with a run, or replace it")
     budget = Budget.from_config(config.training)
     plan = Plan.of(config, budget)
+    if not resume:
+        leftovers(folder, overwrite=overwrite)  # refused now, not after minutes of decoding
     with DataProgress() as progress:
         images = load_images(config.data, progress)
     spec = ModelSpec.from_config(config, images.class_names)
@@ -142,7 +140,7 @@ def follow(this: Run, plan: Plan) -> None:
 
 def rehearse(config: Config, state: TrainState, images: Images) -> None:
     """One image through a whole step and back (on a GPU as many as will be: memory may run out), before any writing."""
-    device = next(state.model.parameters()).device
+    device = state.model.device
     count = config.training.batch // config.training.accumulate if device.type == "cuda" else 1
     sample = torch.zeros(count, dtype=torch.int64, device=device)
     one = Images(pixels=images.pixels[:1], labels=images.labels[:1], class_names=images.class_names).to(device)
@@ -165,11 +163,10 @@ def rehearse(config: Config, state: TrainState, images: Images) -> None:
 def announce(this: Run, plan: Plan, found: Found | None) -> None:
     """Say what is about to happen, and what may go wrong with it."""
     config = this.config
-    parameters = sum(p.numel() for p in this.state.model.parameters())
     conditional = f", {config.data.classes} classes" if config.data.classes else ""
     this.say(
         f"{config.name}: {len(this.images):,} images of {this.images.describe()}{conditional}; "
-        f"{config.net.kind} of {parameters:,} parameters on {this.device}"
+        f"{config.net.kind} of {this.state.model.size:,} parameters on {this.state.model.device}"
     )
     this.say(f"noise levels: {plan.describe()}")
     this.warn(plan.warning())

@@ -79,6 +79,11 @@ def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether there is anything of a run in a folder."""
+    return (folder / "log.jsonl").is_file() or bool(list_checkpoints(folder))
+
+
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     found = [path for path in folder.glob("step-*") if pattern.fullmatch(path.name)]
     return sorted(found, key=step_of)

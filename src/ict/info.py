@@ -63,7 +63,7 @@ def describe_images(source: str, found: Inspection) -> Table:
         "pixels": f"mean {found.mean:.3f}, deviation {found.deviation:.3f} (in [-1, 1])",
         "refused": f"{len(found.refused):,}",
     }
-    rows |= {f"  {count:,}": reason for reason, count in reasons.most_common()}
+    rows |= {f"  {reason}": f"{count:,}" for reason, count in reasons.most_common()}
     for name, reason in found.refused[:10]:
         rows[f"  {name}"] = reason
     if found.warning:

@@ -45,6 +45,15 @@ class ConsistencyModel(nn.Module):
         super().__init__()
         self.net, self.noise, self.image_shape, self.classes = net, noise, image_shape, classes
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def size(self) -> int:
+        """How many parameters it has."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
     def forward(self, x: Tensor, sigma: Tensor, label: Tensor | None = None, key: Tensor | None = None) -> Tensor:
         """x [B, C, H, W], σ [B] -> the clean image [B, C, H, W]; `key` [B] decides dropout in training mode."""
         scaled = scalings(sigma, sigma_min=self.noise.sigma_min, sigma_data=self.noise.sigma_data)

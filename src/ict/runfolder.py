@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from ict.config import BOUNDS, Config, ConfigError, require, to_dict
-from ict.files import list_checkpoints, list_snapshots, remove, step_of, write_atomically
+from ict.files import holds_run, list_checkpoints, list_snapshots, remove, step_of, write_atomically
 from ict.recipes import to_toml
 from ict.training.budget import Budget
 from ict.training.checkpoint import Found, find_checkpoint
@@ -24,7 +24,8 @@ def open_folder(folder: Path, config: Config, *, resume: bool, overwrite: bool) 
         check_same(config, found)
         step_back(folder, found)
     else:
-        clear(folder, overwrite=overwrite)
+        for path in leftovers(folder, overwrite=overwrite):
+            remove(path)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "recipe.toml", MARK + text)
     return found
@@ -34,13 +35,8 @@ def open_folder(folder: Path, config: Config, *, resume: bool, overwrite: bool) 
 MARK = b"# Written by ict: the whole recipe of the run in this folder.\n\n"
 
 
-def holds_run(folder: Path) -> bool:
-    """Whether there is anything of a run in a folder."""
-    return (folder / "log.jsonl").is_file() or bool(list_checkpoints(folder))
-
-
-def clear(folder: Path, *, overwrite: bool) -> None:
-    """Make room for a new run: what is not of a run is never deleted, what is only when asked."""
+def leftovers(folder: Path, *, overwrite: bool) -> list[Path]:
+    """What a new run has to delete first: of a run, and only when asked. What is not of a run is refused."""
     names = ("recipe.toml", "log.jsonl", "model.safetensors", "report.html")
     files = [folder / name for name in names if (folder / name).exists()]
     if holds_run(folder):
@@ -50,8 +46,7 @@ def clear(folder: Path, *, overwrite: bool) -> None:
         )
     elif foreign := [path for path in files if path.name != "recipe.toml" or not path.read_bytes().startswith(MARK)]:
         raise ConfigError(f"{foreign[0]} is in the way and not of a run of ict: move it, or choose another --out")
-    for path in (*files, *list_checkpoints(folder), *list_snapshots(folder)):
-        remove(path)
+    return [*files, *list_checkpoints(folder), *list_snapshots(folder)]
 
 
 def step_back(folder: Path, found: Found) -> None:

@@ -1,7 +1,6 @@
 """Images out of noise: one network call, or several (§2)."""
 
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from ict.config import ConfigError, NoiseConfig, require, suggest
 from ict.files import list_checkpoints
 from ict.model import ConsistencyModel, ModelSpec, read_model
 from ict.rng import Stream
-from ict.training.checkpoint import check_checkpoint
+from ict.training.checkpoint import MANIFEST, average_name, check_checkpoint
 
 
 def level_ladder(steps: int, noise: NoiseConfig, *, sigma_mid: float) -> list[float]:
@@ -64,7 +63,7 @@ class Generator:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self.model.device
 
     def to(self, device: torch.device | str) -> "Generator":
         self.model.to(device)
@@ -142,22 +141,16 @@ def find_model(path: Path, *, ema: float | None = None) -> Path:
         return path / "model.safetensors"
     newest = list_checkpoints(path)
     folder = newest[-1] if newest else path
-    found = {rate: folder / f"ema-{rate}.safetensors" for rate in averages_in(folder)}
-    require(bool(found), f"{path} holds no model: give a model file or the folder of a run that has saved one")
+    require(
+        bool(newest) or (path / MANIFEST).is_file(),
+        f"{path} holds no model: give a model file or the folder of a run that has saved one",
+    )
+    manifest = check_checkpoint(folder)
     if ema is None:
-        manifest = check_checkpoint(folder)
         return folder / manifest["model"]
-    require(ema in found, f"ema = {ema}: {folder} has the rates {', '.join(map(str, sorted(found)))}")
-    return found[ema]
-
-
-def averages_in(checkpoint: Path) -> list[float]:
-    """The EMA rates of the averages in a checkpoint."""
-    names = (AVERAGE.fullmatch(file.name) for file in checkpoint.glob("ema-*.safetensors"))
-    return [float(name[1]) for name in names if name]
-
-
-AVERAGE = re.compile(r"ema-(0(?:\.\d+)?(?:e-\d+)?)\.safetensors")
+    rates = manifest["recipe"]["training"]["ema"]
+    require(ema in rates, f"ema = {ema}: {folder} has the rates {', '.join(map(str, sorted(rates)))}")
+    return folder / average_name(ema)
 
 
 def load(path: str | Path, *, ema: float | None = None, device: torch.device | str = "cpu") -> Generator:

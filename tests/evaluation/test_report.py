@@ -1,6 +1,7 @@
 import io
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from ict.data import load_images
 from ict.evaluation.chart import Chart
-from ict.evaluation.report import nearest
+from ict.evaluation.report import nearest, real_images
 from ict.experiment import run
 from ict.pictures import comfortable_scale, grid
 
@@ -59,6 +60,23 @@ def test_nearest_finds_a_copy():
     images = load_images(tiny_config().data)
     indices, distances = nearest(images.pixels[[5, 77]], images)
     assert indices.tolist() == [5, 77] and distances.tolist() == pytest.approx([0, 0], abs=1e-3)
+
+
+def test_nearest_is_the_same_in_blocks(monkeypatch):
+    """The set is never held as floats: ImageNet would take 63 GB at the end of a run of weeks."""
+    images = load_images(tiny_config().data)
+    samples = 255 - images.pixels[:20]
+    whole = nearest(samples, images)
+    monkeypatch.setattr("ict.evaluation.report.BLOCK", 100)
+    assert all(torch.equal(a, b) for a, b in zip(nearest(samples, images), whole, strict=True))
+
+
+def test_the_page_survives_a_class_without_images():
+    images = load_images(tiny_config().data)
+    kept = images.labels != 3
+    images = type(images)(pixels=images.pixels[kept], labels=images.labels[kept], class_names=images.class_names)
+    generator = SimpleNamespace(spec=SimpleNamespace(class_names=images.class_names))
+    assert len(real_images(generator, images)) == 80
 
 
 def test_a_sheet_keeps_pixels_and_order():

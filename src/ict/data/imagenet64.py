@@ -19,9 +19,9 @@ def load_imagenet64(config: DataConfig) -> Images:
         bool(paths),
         f"{folder} holds no train_data_batch_*.npz: set data.path to the folder of the downsampled ImageNet (64×64)",
     )
-    counts = [len(read_labels(path)) for path in paths]
+    labels = [read_labels(path) for path in paths]
+    counts = [len(part) for part in labels]
     pixels = np.empty((sum(counts), 3, 64, 64), dtype=np.uint8)  # filled file by file: the whole set is held once
-    labels = np.concatenate([read_labels(path) for path in paths])
     for path, end, count in zip(paths, np.cumsum(counts), counts, strict=True):
         data = read_array(path, "data")
         require(
@@ -31,7 +31,7 @@ def load_imagenet64(config: DataConfig) -> Images:
         pixels[end - count : end] = data.reshape(-1, 3, 64, 64)
     # Names that cannot be taken for class numbers, which count from 0.
     names = tuple(f"class {i}" for i in range(1, 1001))
-    return Images(pixels=torch.from_numpy(pixels), labels=torch.from_numpy(labels), class_names=names)
+    return Images(pixels=torch.from_numpy(pixels), labels=torch.from_numpy(np.concatenate(labels)), class_names=names)
 
 
 def read_labels(path: Path) -> np.ndarray:

@@ -58,7 +58,7 @@ def list_pile(source: str) -> Pile:
     return pile
 
 
-def zipfile_like(path: Path) -> bool:
+def is_zip(path: Path) -> bool:
     return path.suffix.lower() == ".zip"
 
 
@@ -117,7 +117,7 @@ def list_folder(root: Path) -> Iterator[tuple[Entry, str | None]]:
 def list_archive(path: Path) -> Iterator[tuple[Entry, str | None]]:
     """Images in a zip or an uncompressed tar."""
     try:
-        if zipfile_like(path):
+        if is_zip(path):
             yield from list_zip(path)
         else:
             yield from list_tar(path)
@@ -170,7 +170,7 @@ def read_entry(entry: Entry) -> bytes:
             with entry.path.open("rb") as file:
                 file.seek(entry.offset)
                 return file.read(entry.size)
-        if zipfile_like(entry.path):
+        if is_zip(entry.path):
             with open_zip(entry.path).open(entry.name) as file:
                 data = file.read(entry.size + 1)
                 if len(data) > entry.size:

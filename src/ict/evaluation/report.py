@@ -2,9 +2,11 @@
 
 import base64
 import html
+import math
 from importlib import resources
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,30 +22,32 @@ from ict.sampling import Generator, load
 from ict.training.log import read_log
 
 COLUMNS, ROWS = 10, 8
+BLOCK = 4096  # images compared at a time
+Record = dict[str, Any]  # a line of the log
 
 
 def write_report(run: Path, images: Images) -> Path:
     """Draw samples from the run's model and write the page."""
     generator = load(run)
     config = load_recipe(run / "recipe.toml")
+    records = read_log(run / "log.jsonl")
     one_step = draw(generator, steps=1)
+    scale = comfortable_scale(generator.spec.image_size)
     page = Template(resources.files("ict.evaluation").joinpath("report.html").read_text(encoding="utf-8"))
     filled = page.substitute(
         name=html.escape(config.name),
         about=html.escape(config.about or "A one-step image generator."),
-        chips="".join(f"<span>{html.escape(chip)}</span>" for chip in chips(config, generator, run)),
+        chips="".join(f"<span>{html.escape(chip)}</span>" for chip in chips(config, generator, records)),
         real=picture(real_images(generator, images), "Real images"),
         one=picture(one_step, "Samples in one step"),
         two=picture(draw(generator, steps=2), "Samples in two steps"),
         columns="Each column is one class. " if generator.spec.class_names else "",
-        enlarged=f"Shown {scale} times enlarged."
-        if (scale := comfortable_scale(generator.spec.image_size)) > 1
-        else "",
+        enlarged=f"Shown {scale} times enlarged." if scale > 1 else "",
         sigma_mid=f"{generator.spec.sigma_mid:g}",
         nearest=nearest_panel(one_step, images),
-        film=film_strip(run),
-        charts=charts(run),
-        figures=figures(config, generator, run),
+        film=film_strip(run, records),
+        charts=charts(records),
+        figures=figures(config, generator, records),
         recipe=html.escape((run / "recipe.toml").read_text(encoding="utf-8")),
         path=html.escape(str(run)),
     )
@@ -60,12 +64,12 @@ def draw(generator: Generator, *, steps: int) -> Tensor:
 
 def real_images(generator: Generator, images: Images) -> Tensor:
     """As many real images in the same order of classes, spread over the set."""
-    n, classes = COLUMNS * ROWS, len(generator.spec.class_names)
-    if not classes:
-        return images.pixels[torch.linspace(0, len(images) - 1, n).long()]
-    columns = [images.pixels[images.labels == i % classes][:ROWS] for i in range(COLUMNS)]
-    rows = min(len(column) for column in columns)
-    return torch.stack([column[row] for row in range(rows) for column in columns])
+    classes = len(generator.spec.class_names)
+    columns = [(images.labels == i % classes).nonzero()[:ROWS, 0] for i in range(COLUMNS if classes else 0)]
+    rows = min((len(column) for column in columns), default=0)
+    if not rows:  # no classes, or one without images
+        return images.pixels[torch.linspace(0, len(images) - 1, COLUMNS * ROWS).long()]
+    return images.pixels[torch.stack([column[:rows] for column in columns], dim=1).flatten()]
 
 
 def picture(pixels: Tensor, caption: str, *, columns: int = COLUMNS) -> str:
@@ -79,10 +83,15 @@ def embed(data: bytes, caption: str) -> str:
 
 def nearest(samples: Tensor, images: Images) -> tuple[Tensor, Tensor]:
     """For each sample the index of the training image at the least distance, and that distance (pixels in [-1, 1])."""
-    a, b = (pixels.flatten(1).float() / 127.5 for pixels in (samples, images.pixels))
-    distance = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")  # exact also where it is 0
-    found = distance.min(dim=1)
-    return found.indices, found.values
+    a = samples.flatten(1).float() / 127.5
+    indices, least = torch.zeros(len(a), dtype=torch.int64), torch.full((len(a),), math.inf)
+    for start in range(0, len(images), BLOCK):  # the set may be far larger than memory
+        b = images.pixels[start : start + BLOCK].flatten(1).float() / 127.5
+        distance = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")  # exact also where it is 0
+        found = distance.min(dim=1)
+        indices = torch.where(found.values < least, start + found.indices, indices)
+        least = torch.minimum(found.values, least)
+    return indices, least
 
 
 def nearest_panel(samples: Tensor, images: Images) -> str:
@@ -92,9 +101,9 @@ def nearest_panel(samples: Tensor, images: Images) -> str:
     return picture(torch.cat((chosen, images.pixels[indices])), "Samples and their neighbours", columns=2 * COLUMNS)
 
 
-def film_strip(run: Path) -> str:
+def film_strip(run: Path, records: list[Record]) -> str:
     """The snapshots of the run, from first to last."""
-    levels = {record["step"]: record.get("levels") for record in read_log(run / "log.jsonl")}
+    levels = {record["step"]: record.get("levels") for record in records}
     frames = []
     for path in list_snapshots(run):
         step = step_of(path)
@@ -104,8 +113,7 @@ def film_strip(run: Path) -> str:
     return "".join(frames) or '<p class="note">The run drew no samples on the way (training.snapshots = 0).</p>'
 
 
-def charts(run: Path) -> str:
-    records = read_log(run / "log.jsonl")
+def charts(records: list[Record]) -> str:
     steps = [record["step"] for record in records]
     loss = Chart(xs=steps, ys=[record["loss"] for record in records], x_name="step", y_name="loss", log=True)
     levels = [record["levels"] for record in records if "levels" in record]
@@ -123,27 +131,25 @@ def charts(run: Path) -> str:
     )
 
 
-def chips(config: Config, generator: Generator, run: Path) -> list[str]:
-    records = read_log(run / "log.jsonl")
+def chips(config: Config, generator: Generator, records: list[Record]) -> list[str]:
     size = generator.spec.image_size
     return [
         f"{config.data.source}, {size}×{size}",
-        f"{sum(p.numel() for p in generator.model.parameters()) / 1e6:.2f} M parameters",
+        f"{generator.model.size / 1e6:.2f} M parameters",
         f"{generator.origin.get('step', 0):,} steps",
         *([f"trained in {format_time(records[-1]['seconds'])}"] if records else []),
         "class-conditional" if generator.spec.class_names else "unconditional",
     ]
 
 
-def figures(config: Config, generator: Generator, run: Path) -> str:
+def figures(config: Config, generator: Generator, records: list[Record]) -> str:
     """The table of the run's figures."""
-    records = read_log(run / "log.jsonl")
     last = records[-1] if records else {}
     speeds = sorted(record["images_per_second"] for record in records)
     objective, training = config.objective, config.training
     rows = {
         "objective": f"{objective.kind}: {objective.distance}, {objective.weighting}, {objective.index}",
-        "network": f"{config.net.kind}, {sum(p.numel() for p in generator.model.parameters()):,} parameters",
+        "network": f"{config.net.kind}, {generator.model.size:,} parameters",
         "images seen": f"{last.get('images', 0):,} in {last.get('step', 0):,} steps of {training.batch}",
         "last loss": f"{last.get('loss', float('nan')):.4g} at N = {last.get('levels', '–')}",
         "speed": f"{speeds[len(speeds) // 2]:,.0f} images/s (median)" if speeds else "–",

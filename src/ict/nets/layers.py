@@ -53,12 +53,12 @@ class Style:
     project_resampled: bool = False  # a resampling block's shortcut has a 1×1 convolution even at equal width
 
 
-def group_norm(channels: int, *, eps: float = 1e-6) -> nn.GroupNorm:
+def group_norm(channels: int) -> nn.GroupNorm:
     """GroupNorm of at most 32 groups of at least 4 channels."""
     groups = max(1, min(32, channels // 4))
     while channels % groups:
         groups -= 1
-    return nn.GroupNorm(groups, channels, eps=eps)
+    return nn.GroupNorm(groups, channels, eps=1e-6)
 
 
 class ResidualBlock(nn.Module):

@@ -65,7 +65,7 @@ def save_checkpoint(run: Path, state: TrainState, spec: ModelSpec, config: Confi
 
 def surroundings(state: TrainState) -> dict[str, Any]:
     """What the last bit of a run depends on beside its recipe."""
-    device = next(state.model.parameters()).device
+    device = state.model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {"torch": torch.__version__, "device": name, "threads": torch.get_num_threads()}
 

@@ -36,9 +36,13 @@ class RunLog:
 
     def __init__(self, path: Path, *, every: int, batch: int):
         self.path, self.every, self.batch = path, every, batch
-        self.count = 0
-        self.loss, self.gradient = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         self.since = time.monotonic()
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a new line."""
+        self.count = 0
+        self.loss = self.gradient = torch.zeros((), dtype=torch.float64)  # added to out of place
 
     def step(self, state: TrainState) -> dict[str, Any] | None:
         """Take a step in; gives the record when one was written. Losses stay on the device until then."""
@@ -67,7 +71,8 @@ class RunLog:
         }
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        self.loss, self.gradient, self.count, self.since = self.loss * 0, self.gradient * 0, 0, now
+        self.since = now
+        self.clear()
         check_finite(state, record["loss"], record["gradient"])
         return record
 
@@ -84,7 +89,7 @@ class RunLog:
         self.loss, self.gradient = (torch.tensor(state[k], dtype=torch.float64) for k in ("loss", "gradient"))
         kept = [record for record in read_log(self.path) if record["step"] <= step]
         if kept and kept[-1]["step"] == step:  # the run had ended here, and its last line is written
-            self.count, self.loss, self.gradient = 0, self.loss * 0, self.gradient * 0
+            self.clear()
         write_atomically(self.path, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
 

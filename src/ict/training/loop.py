@@ -44,7 +44,7 @@ def train(config: Config, state: TrainState, images: Images, budget: Budget) -> 
     """Take steps until the budget is spent; yields the one `state`, changed in place, after each."""
     training, model, optimiser = config.training, state.model, state.optimiser
     objective = build_objective(config)
-    device = next(model.parameters()).device
+    device = model.device
     images = images.to(device)
     samples = torch.arange(training.batch, device=device)
     started = time.monotonic() - state.seconds
