@@ -103,6 +103,12 @@ def test_a_run_bounded_by_images_rounds_up():
         Budget.from_config(replace(config, steps=None))
 
 
+def test_a_run_bounded_by_time_is_finished_when_the_time_is_over_and_not_before():
+    budget = Budget(seconds=2.0)
+    assert not budget.finished(10, 1.9999) and budget.progress(10, 1.9999) == (1999, 2000)
+    assert budget.finished(10, 2.0) and budget.progress(10, 9.0) == (2000, 2000)
+
+
 def test_a_run_bounded_by_time_ends_in_time():
     config = tiny_config()
     from dataclasses import replace

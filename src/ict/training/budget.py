@@ -23,12 +23,12 @@ class Budget:
         raise ConfigError("the recipe does not say how long to train: set training.steps, images or budget (like 3m)")
 
     def progress(self, step: int, seconds: float) -> tuple[int, int]:
-        """(done, total) in steps, or in milliseconds when time bounds the run; done never passes total."""
+        """(done, total) in steps, or in whole milliseconds when time bounds the run; done never passes total."""
         if self.steps is not None:
             return min(step, self.steps), self.steps
         assert self.seconds is not None
         total = max(1, round(self.seconds * 1000))
-        return min(round(seconds * 1000), total), total
+        return min(int(seconds * 1000), total), total
 
     def finished(self, step: int, seconds: float) -> bool:
         done, total = self.progress(step, seconds)
