@@ -1,46 +1,29 @@
-"""Images to learn from. A source is a function `(config) -> Images`; a recipe names its entry here, or gives a path."""
+"""Images to learn from: sources, the one decoder, the cache of decoded sets, and the order a run sees them in."""
 
-from collections.abc import Callable
-from pathlib import Path
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from ict.config import ConfigError, DataConfig, choose
-from ict.data.cifar10 import load_cifar10
-from ict.data.digits import load_digits
-from ict.data.imagenet64 import load_imagenet64
-from ict.data.images import Images, to_float, to_uint8
-from ict.data.prepare import Progress, load_pile
-from ict.data.sampler import batch_indices, flip_mask
+if TYPE_CHECKING:
+    from ict.data.images import Images, to_float, to_uint8
+    from ict.data.sampler import batch_indices, flip_mask
+    from ict.data.sources import SOURCES, is_path, load_images
 
-SOURCES: dict[str, Callable[[DataConfig], Images]] = {
-    "digits": load_digits,
-    "cifar10": load_cifar10,
-    "imagenet64": load_imagenet64,
+__all__ = ["SOURCES", "Images", "batch_indices", "flip_mask", "is_path", "load_images", "to_float", "to_uint8"]
+
+_HOMES = {
+    "SOURCES": "sources",
+    "Images": "images",
+    "batch_indices": "sampler",
+    "flip_mask": "sampler",
+    "is_path": "sources",
+    "load_images": "sources",
+    "to_float": "images",
+    "to_uint8": "images",
 }
 
 
-def load_images(config: DataConfig, progress: Progress | None = None) -> Images:
-    """The images that a recipe asks for, checked against the shape it announces."""
-    if is_path(config.source):
-        images = load_pile(config, progress)
-    else:
-        images = choose("data.source", config.source, SOURCES)(config)
-    expected = (config.channels, config.image_size, config.image_size)
-    if images.shape != expected:
-        raise ConfigError(
-            f"data.source = {config.source!r} has images of {images.describe()}: set data.image_size = "
-            f"{images.shape[1]} and data.channels = {images.shape[0]}"
-        )
-    if config.classes not in (0, len(images.class_names)):
-        raise ConfigError(
-            f"data.classes = {config.classes}, but {config.source!r} has {len(images.class_names)} classes: set that "
-            "number, or 0 for a model without classes"
-        )
-    return images
-
-
-def is_path(source: str) -> bool:
-    """Whether a source is given by where it is, not by its name."""
-    return source not in SOURCES and (any(sign in source for sign in "/\\.*{~") or Path(source).exists())
-
-
-__all__ = ["SOURCES", "Images", "batch_indices", "flip_mask", "is_path", "load_images", "to_float", "to_uint8"]
+def __getattr__(name: str) -> Any:
+    """Names are imported when first used, so that a process that only decodes does not load torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ict.data' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"ict.data.{_HOMES[name]}"), name)
