@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-slow test-data lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/core          ## train a digit generator and show it: runs/digits/report.html
@@ -17,6 +17,9 @@ test: $(VENV)/dev           ## the fast tests
 
 test-slow: $(VENV)/dev      ## trains the digits twice, makes every known mistake on purpose
 	$(BIN)/pytest -m slow -n 2 --dist loadfile -rP
+
+test-data: $(VENV)/dev      ## with the real CIFAR-10: make test-data CIFAR10=path/to/cifar-10-batches-bin
+	ICT_CIFAR10=$(CIFAR10) $(BIN)/pytest tests/data/test_cifar10.py -k real
 
 lint: $(VENV)/dev           ## style, formatting and types
 	$(BIN)/ruff check

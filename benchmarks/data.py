@@ -1,14 +1,18 @@
-"""Preparing a folder of JPEGs beside Pillow alone, and batches from the cache beside a DataLoader over the folder.
+"""Preparing a folder of JPEGs beside Pillow alone, batches from the cache beside a DataLoader over the folder, and how
+long a training step waits for its data.
 
     PYTHONPATH=src python benchmarks/data.py [count]
 
-Makes a folder of random JPEGs of 256×256 in a temporary place first; the cache goes there too.
+Makes a folder of random JPEGs of 256×256 in a temporary place first; the cache goes there too. The last part trains the
+net of cifar10-ict at the size of the images and needs a GPU.
 """
 
 import os
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +21,15 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from ict.config import DataConfig
-from ict.data import batch_indices
+from ict.data import Images, batch_indices
+from ict.data.feed import open_feed
+from ict.data.pile import Pile
 from ict.data.prepare import open_prepared, prepare
+from ict.data.sources import open_source
+from ict.model import ModelSpec, build_model
+from ict.recipes import find_recipe, load_recipe
+from ict.training.budget import Budget
+from ict.training.loop import new_state, train
 
 SIZE, BATCH = 64, 512
 
@@ -44,15 +55,20 @@ class Folder(Dataset):
 
 
 def make_folder(root: Path, count: int) -> list[Path]:
+    """Detail as photographs have it: amplitudes fall as 1/frequency."""
     rng = np.random.default_rng(0)
-    smooth = Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).resize(
-        (300, 300), Image.Resampling.BICUBIC
-    )
+    side = 1024
+    frequency = np.hypot(np.fft.fftfreq(side)[:, None], np.fft.fftfreq(side)[None])
+    frequency[0, 0] = 1
+    grey, *colours = (np.fft.ifft2(np.fft.fft2(rng.normal(size=(side, side))) / frequency).real for _ in range(4))
+    planes = [0.8 * grey + 0.2 * colour for colour in colours]
+    pixels = np.stack([128 + 50 * (plane - plane.mean()) / plane.std() for plane in planes], axis=-1)
+    picture = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
     paths = []
     for i in range(count):
         path = root / f"{i:06d}.jpg"
-        left, top = rng.integers(0, 44, 2)
-        smooth.crop((left, top, left + 256, top + 256)).save(path, quality=90)
+        left, top = rng.integers(0, side - 256, 2)
+        picture.crop((left, top, left + 256, top + 256)).save(path, quality=90)
         paths.append(path)
     return paths
 
@@ -66,31 +82,99 @@ def main() -> None:
         paths = make_folder(Path(home) / "pile", count)
         config = DataConfig(source=f"{home}/pile", image_size=SIZE, channels=3)
 
-        begun = time.perf_counter()
-        for path in paths[: count // 4]:
-            decode_alone(path)
-        alone = count // 4 / (time.perf_counter() - begun)
-        begun = time.perf_counter()
-        folder = prepare(config)
-        ours = count / (time.perf_counter() - begun)
-        begun = time.perf_counter()
-        prepare(config)
-        again = time.perf_counter() - begun
-        print(f"decoding with Pillow alone, one core   {alone:10,.0f} images/s")
-        print(f"preparing, {cores} cores                    {ours:10,.0f} images/s = {ours / cores / alone:.0%} a core")
+        alone, ours, folder = measure_preparing(config, paths, cores)
+        again = measure(lambda: prepare_source(config))
+        for count in ours:
+            share = ours[count] / alone[count]
+            print(f"decoding with Pillow alone, {count:2d} cores {alone[count]:12,.0f} images/s")
+            print(f"preparing, {count:2d} cores {ours[count]:29,.0f} images/s = {share:.0%} of that")
         print(f"the second start                       {again:10.3f} s")
 
         images = open_prepared(folder)
-        begun = time.perf_counter()
-        for step in range(100):
-            images.pixels[batch_indices(step, batch=BATCH, count=count, seed=0)]
-        mapped = 100 * BATCH / (time.perf_counter() - begun)
-        begun = time.perf_counter()
+        feed = open_feed(images, lambda step: order(step, len(images)), torch.device("cpu"), kind="stream")
+        mapped = 200 * BATCH / measure(lambda: sum(len(feed.take(step)[0]) for step in range(200)))
         loader = DataLoader(Folder(paths), batch_size=BATCH, shuffle=True, num_workers=cores)
-        loaded = sum(len(batch) for batch in loader) / (time.perf_counter() - begun)
+        loaded = len(paths) / measure(lambda: sum(len(batch) for batch in loader))
         print(f"batches of {BATCH} from the cache           {mapped:10,.0f} images/s")
         print(f"the same from a DataLoader             {loaded:10,.0f} images/s: {mapped / loaded:.0f} times slower")
+        if torch.cuda.is_available():
+            for kind in ("resident", "stream"):
+                step, wait = measure_waiting(images, kind)
+                print(f"a training step, {kind:<8} {1000 * step:22.2f} ms, waiting for data: {wait / step:.2%}")
+
+
+def measure(work: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def order(step: int, count: int) -> torch.Tensor:
+    return batch_indices(step, batch=BATCH, count=count, seed=0)
+
+
+def prepare_source(config: DataConfig) -> Path:
+    pile = open_source(config)
+    assert isinstance(pile, Pile)
+    return prepare(pile, config)
+
+
+def measure_preparing(
+    config: DataConfig, paths: list[Path], cores: int
+) -> tuple[dict[int, float], dict[int, float], Path]:
+    """Images/s of Pillow alone and of preparing on 1, 2, … cores, by turns; the best of three each."""
+    home = os.environ["ICT_CACHE"]
+    alone, ours, folder = {}, {}, Path()
+    everyone = os.sched_getaffinity(0)
+    for turn in range(3):
+        for count in sorted({1, *(count for count in (2, 4, 8) if count < cores), cores}):
+            os.environ["ICT_CACHE"] = f"{home}/{turn}-{count}"
+            os.sched_setaffinity(0, sorted(everyone)[:count])
+            alone[count] = max(alone.get(count, 0.0), decode_by_processes(paths, count))
+            begun = time.perf_counter()
+            folder = prepare_source(config)
+            ours[count] = max(ours.get(count, 0.0), len(paths) / (time.perf_counter() - begun))
+            os.sched_setaffinity(0, everyone)
+    return alone, ours, folder
+
+
+def decode_by_processes(paths: list[Path], count: int) -> float:
+    """Images/s of processes that only decode, each its share; their start is not counted."""
+    program = [sys.executable, __file__, "alone", str(paths[0].parent)]
+    shares = [subprocess.Popen([*program, str(i), str(count)], stdout=subprocess.PIPE, text=True) for i in range(count)]
+    seconds = [float(one.communicate()[0]) for one in shares]
+    return len(paths) / max(seconds)
+
+
+def decode_share(folder: str, place: str, count: str) -> None:
+    paths = sorted(Path(folder).iterdir())[int(place) :: int(count)]
+    print(measure(lambda: [decode_alone(path) for path in paths]))
+
+
+def measure_waiting(images: Images, kind: str) -> tuple[float, float]:
+    """Seconds of a training step at batch 512, and of that what the loop waited for its batch."""
+    config = load_recipe(
+        find_recipe("cifar10-ict"),
+        [
+            "data.image_size=64",
+            "data.classes=0",
+            f"training.batch={BATCH}",
+            "training.accumulate=4",
+            f'data.feed="{kind}"',
+        ],
+    )
+    spec = ModelSpec.from_config(config, ())
+    state = new_state(config, build_model(spec, seed=0).to("cuda"))
+    steps = train(config, state, images, Budget(steps=23))
+    for _ in range(3):
+        next(steps)
+    torch.cuda.synchronize()
+    begun, waited = time.perf_counter(), state.waited
+    for _ in steps:
+        pass
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begun) / 20, (state.waited - waited) / 20
 
 
 if __name__ == "__main__":
-    main()
+    decode_share(*sys.argv[2:]) if sys.argv[1:2] == ["alone"] else main()

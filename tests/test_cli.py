@@ -1,10 +1,12 @@
 """The command line as a person meets it: real processes, exit codes, messages."""
 
+import io
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from helpers import tiny_config
 from PIL import Image
 
 from ict.cli import app
+from ict.config import ConfigError
 from ict.frontpage import COMMANDS
 from ict.model import ModelSpec, build_model, pack_model
 from ict.recipes import to_toml
@@ -258,6 +261,10 @@ def test_a_folder_of_images_from_inspection_to_samples(trained, tmp_path, monkey
         (("data", "prepare", ".", "--fit", "stretch"), 'use "crop" or "pad"'),
         (("data", "prepare", "."), "no image was found"),
         (("data", "prepare", ".", "--size", 2), "data.image_size = 2"),
+        (("data", "get", "imagenet"), "'imagenet' cannot be brought: choose from cifar10"),
+        (("data", "get", "cifar10", "--from", "http://127.0.0.1:1/x"), "cannot be brought"),
+        (("data", "inspect", "cifar10"), "ict data get cifar10"),
+        (("data", "inspect", "hf:./nothing"), "cannot be opened"),
         (("train", "digits", "--set", "data.source=./nowhere"), "there is no nowhere"),
     ],
 )
@@ -265,6 +272,43 @@ def test_data_errors(arguments, message, tmp_path, monkeypatch):
     monkeypatch.setenv("ICT_CACHE", str(tmp_path / "cache"))
     done = ict(*arguments, cwd=tmp_path)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_set_is_brought_checked_and_found_without_a_path(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from ict.data import cifar10, load_images
+    from ict.download import Download, checksum
+    from ict.files import sha256
+
+    monkeypatch.setenv("ICT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cifar10, "RECORDS", 4)
+    contents = {name: bytes([7, *([i] * 3072)] * 4) for i, name in enumerate(cifar10.CHECKSUMS)}
+    with tarfile.open(tmp_path / "set.tar.gz", "w:gz") as archive:
+        for name, content in contents.items():
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    place = tmp_path / "set.tar.gz"
+    get = ("data", "get", "cifar10", "--from", place.as_uri())
+    monkeypatch.setattr(
+        cifar10, "ARCHIVE", Download(url="file:///nowhere", sha256=checksum(place), size=place.stat().st_size)
+    )
+    refused = CliRunner().invoke(app, get)
+    assert isinstance(refused.exception, ConfigError) and "data_batch_1 is missing or" in str(refused.exception)
+    monkeypatch.setattr(cifar10, "CHECKSUMS", {name: sha256(content) for name, content in contents.items()})
+    for _ in range(2):  # the second time it is there
+        done = CliRunner().invoke(app, get)
+        assert done.exit_code == 0 and "60,000 images, checked" in done.stdout, done.output
+        place.unlink(missing_ok=True)
+    config = tiny_config(data={"source": "cifar10", "image_size": 32, "channels": 3})
+    assert load_images(config.data).pixels[:, 0, 0, 0].tolist() == [i for i in range(5) for _ in range(4)]
+
+
+def test_a_named_set_is_inspected_as_it_is():
+    seen = ict("data", "inspect", "digits")
+    assert seen.returncode == 0 and "1,797" in seen.stdout and "8×8 pixels, grey" in seen.stdout
+    assert "needs no preparing" in ict("data", "prepare", "digits").stdout
 
 
 def test_a_damaged_model_file(trained, tmp_path):

@@ -9,6 +9,9 @@ from helpers import tiny_config
 from rich.console import Console
 
 from ict import rng
+from ict.data import Images, batch_indices
+from ict.data.feed import open_feed
+from ict.data.images import PixelFile
 from ict.experiment import run
 from ict.files import list_checkpoints
 from ict.model import ModelSpec, build_model
@@ -120,3 +123,27 @@ def test_the_papers_nets_compile_whole_and_agree_with_eager(recipe):
     x, sigma = torch.randn(4, 3, size, size).cuda(), torch.tensor([0.01, 0.5, 5.0, 80.0]).double().cuda()
     eager, compiled = model(x, sigma, label, keys(4)), torch.compile(model, fullgraph=True)(x, sigma, label, keys(4))
     assert (compiled - eager).abs().max() < 2e-3 * eager.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["resident", "stream"])
+def test_batches_are_the_cpus(kind, tmp_path):
+    pixels = torch.randint(0, 256, (1000, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    (tmp_path / "pixels").write_bytes(pixels.numpy().tobytes())
+    file = PixelFile(tmp_path / "pixels", (1000, 3, 16, 16))
+    images = Images(pixels=file.pixels(), labels=torch.arange(1000), class_names=("",), file=file)
+    feed = open_feed(images, lambda s: batch_indices(s, batch=64, count=1000, seed=0), torch.device("cuda"), kind=kind)
+    for step in [*range(40), 3, 3, 1000]:
+        ours, labels = feed.take(step)
+        busy = torch.randn(2000, 2000, device="cuda") @ torch.randn(2000, 2000, device="cuda")  # copies overlap with it
+        indices = batch_indices(step, batch=64, count=1000, seed=0)
+        assert torch.equal(ours.cpu(), pixels[indices]) and torch.equal(labels.cpu(), indices)
+        assert busy.isfinite().all()
+    feed.close()
+
+
+def test_runs_are_the_same_to_the_bit_streamed_or_resident(tmp_path):
+    weights = []
+    for kind in ("resident", "stream"):
+        path = run(tiny_config(data={"feed": kind}), tmp_path / kind, device="cuda", console=quiet())
+        weights.append(path.read_bytes())
+    assert weights[0] == weights[1]

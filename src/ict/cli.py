@@ -168,42 +168,68 @@ def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) ->
 data = typer.Typer(no_args_is_help=True)
 app.add_typer(data, name="data", help=COMMANDS["data"])
 
-SourceArgument = Annotated[str, typer.Argument(help="A folder, a .zip, a .tar, or shards like shard-{000..127}.tar.")]
+SourceArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A folder, .zip, .tar(.gz), shards like shard-{000..127}.tar, .npy, .npz, hf:owner/name; or digits, "
+        "cifar10, imagenet64."
+    ),
+]
 SizeOption = Annotated[int, typer.Option(help="Pixels a side.")]
 GreyOption = Annotated[bool, typer.Option("--grey", help="One channel instead of three.")]
 FitOption = Annotated[str, typer.Option(help="How an image becomes square: crop or pad.")]
+BackgroundOption = Annotated[int, typer.Option(help="Grey under transparent pixels and beside padded ones.")]
+PathOption = Annotated[str, typer.Option(help="Where cifar10 or imagenet64 is.")]
+SplitOption = Annotated[str, typer.Option(help="Which part of a set that has several.")]
+NATURAL = {"digits": (8, 1), "cifar10": (32, 3), "imagenet64": (64, 3)}  # pixels a side and channels
 
 
-def data_config(source: str, size: int, grey: bool, fit: str) -> DataConfig:
-    return DataConfig(source=source, image_size=size, channels=1 if grey else 3, fit=fit)
+def data_config(source: str, size: int, grey: bool, fit: str, background: int, path: str, split: str) -> DataConfig:
+    size, channels = NATURAL.get(source, (size, 1 if grey else 3))
+    return DataConfig(
+        source=source, path=path, split=split, image_size=size, channels=channels, fit=fit, background=background
+    )
 
 
 @data.command("prepare", help="Decode a pile of images once, so that training starts at once.")
 def data_prepare(
-    source: SourceArgument, size: SizeOption = 64, grey: GreyOption = False, fit: FitOption = "crop"
+    source: SourceArgument,
+    size: SizeOption = 64,
+    grey: GreyOption = False,
+    fit: FitOption = "crop",
+    background: BackgroundOption = 255,
+    path: PathOption = "",
+    split: SplitOption = "train",
 ) -> None:
-    config = data_config(source, size, grey, fit)
+    config = data_config(source, size, grey, fit, background, path, split)
 
+    from ict.data.images import Images
     from ict.data.prepare import prepare, read_manifest
+    from ict.data.sources import open_source
     from ict.display import DataProgress
 
+    found = open_source(config)
+    if isinstance(found, Images):
+        print(f"{len(found):,} images; {source} needs no preparing")
+        return
     with DataProgress() as progress:
-        folder = prepare(config, progress)
+        folder = prepare(found, config, progress)
     manifest = read_manifest(folder)
     print(f"{manifest['count']:,} images, {len(manifest['refused']):,} refused: {folder}")
 
 
-@data.command(
-    "inspect", help="Count and look at a pile of images: classes, refused files, duplicates, a contact sheet."
-)
+@data.command("inspect", help="Count and look at a set: sizes, classes, refused files, duplicates, a contact sheet.")
 def data_inspect(
     source: SourceArgument,
     size: SizeOption = 64,
     grey: GreyOption = False,
     fit: FitOption = "crop",
-    out: Annotated[Path | None, typer.Option(help="A .png for a contact sheet of the first 100 images.")] = None,
+    background: BackgroundOption = 255,
+    path: PathOption = "",
+    split: SplitOption = "train",
+    out: Annotated[Path | None, typer.Option(help="A .png for a contact sheet of 100 images.")] = None,
 ) -> None:
-    config = data_config(source, size, grey, fit)
+    config = data_config(source, size, grey, fit, background, path, split)
 
     from rich.console import Console
 
@@ -217,8 +243,31 @@ def data_inspect(
         found = inspect(config, progress)
     Console().print(describe_images(source, found))
     if out is not None:
-        write_atomically(out, png(grid(found.images.pixels[:100], columns=10, scale=comfortable_scale(size))))
+        write_atomically(out, png(grid(found.some(100), columns=10, scale=comfortable_scale(config.image_size))))
         print(f"contact sheet: {out}")
+
+
+@data.command("get", help="Download a public set into the cache, and check it: cifar10.")
+def data_get(
+    name: Annotated[str, typer.Argument(help="cifar10.")],
+    url: Annotated[str | None, typer.Option("--from", help="Another place of the same file.")] = None,
+) -> None:
+    require(name == "cifar10", f"{name!r} cannot be brought: choose from cifar10")
+
+    from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
+
+    from ict.data import cifar10
+    from ict.download import fetch
+
+    archive = cifar10.home().with_name("cifar-10-binary.tar.gz")
+    if not cifar10.is_home():
+        with Progress(*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn(), transient=True,
+                      disable=not sys.stdout.isatty()) as bar:  # fmt: skip
+            task = bar.add_task("cifar10", total=cifar10.ARCHIVE.size)
+            fetch(cifar10.ARCHIVE, archive, url=url, progress=lambda done, _: bar.update(task, completed=done))
+        cifar10.unpack(archive, cifar10.home())
+        archive.unlink()
+    print(f"60,000 images, checked: {cifar10.home()}")
 
 
 @app.command(help=COMMANDS["info"])

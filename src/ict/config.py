@@ -45,23 +45,29 @@ def bind(function: Callable[..., T], section: Any) -> Callable[..., T]:
     return functools.partial(function, **{name: getattr(section, name) for name in names})
 
 
+FEEDS = ("auto", "resident", "stream")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """[data] What to learn."""
 
-    source: str = "digits"  # a name, or a path: a folder, a .zip, a .tar or shard-{000..127}.tar
+    source: str = "digits"  # a name, a path (folder, .zip, .tar, shard-{000..127}.tar, .npz), or hf:owner/name
     path: str = ""  # where cifar10 or imagenet64 is
+    split: str = "train"  # which part of a set that has several: cifar10 has train and test
     image_size: int = 8
     channels: int = 1
     classes: int = 0  # how many classes the model is told apart by; 0: not conditioned on a class
     flip: bool = False  # mirror half of the images
     fit: str = "crop"  # how an image becomes square: "crop" its centre, or "pad" it
     background: int = 255  # grey under transparent pixels and beside padded ones
+    feed: str = "auto"  # "resident": the whole set on the device; "stream": batch by batch; "auto": by its size
 
     def __post_init__(self) -> None:
         require(4 <= self.image_size <= 1024, f"data.image_size = {self.image_size}: use 4 to 1024 pixels")
         require(self.channels in (1, 3), f"data.channels = {self.channels}: use 1 (grey) or 3 (colour)")
         require(self.fit in ("crop", "pad"), f'data.fit = {self.fit!r}: use "crop" or "pad"')
+        require(self.feed in FEEDS, f"data.feed = {self.feed!r}: use {', '.join(FEEDS)}")
         require(0 <= self.background <= 255, f"data.background = {self.background}: use 0 (black) to 255 (white)")
         require(self.classes >= 0, f"data.classes = {self.classes}: use 0 (none) or the number of classes")
 

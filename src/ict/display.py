@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ict.training.loop import TrainState
 
@@ -77,8 +77,15 @@ class DataProgress(Bar):
     """A bar for images that are being decoded; called with how many of how many are done."""
 
     def __init__(self) -> None:
-        self.bar = Progress(transient=True, disable=not sys.stdout.isatty())
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            transient=True,
+            disable=not sys.stdout.isatty(),
+        )
         self.task = self.bar.add_task("decoding images", total=None)
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, done: int, total: int | None) -> None:
         self.bar.update(self.task, completed=done, total=total)

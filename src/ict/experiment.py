@@ -146,7 +146,7 @@ def rehearse(config: Config, state: TrainState, images: Images) -> None:
     one = Images(pixels=images.pixels[:1], labels=images.labels[:1], class_names=images.class_names).to(device)
     try:
         learning_rate(config.training, 0.0)
-        x, labels = load_batch(config, one, sample, sample, 0)
+        x, labels = load_batch(config, one.pixels[sample], one.labels[sample], sample, 0)
         step = Step(seed=config.seed, number=0, done=0, total=1, samples=sample)
         loss = build_objective(config)(state.model.train(), x, labels, step).per_sample.sum()
         loss.backward()

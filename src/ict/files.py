@@ -54,6 +54,11 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def cache_home() -> Path:
+    """Where decoded sets and downloads are kept: $ICT_CACHE, or .cache/ict in the user's home."""
+    return Path(os.environ.get("ICT_CACHE") or Path.home() / ".cache" / "ict").expanduser()
+
+
 # --- what is where in the folder of a run; names that are not ours are never touched
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")

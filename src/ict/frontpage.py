@@ -6,7 +6,7 @@ COMMANDS = {
     "train": "Train a recipe and write its model, log, samples and report.",
     "sample": "Draw images from a trained model.",
     "report": "Write the page of a run again.",
-    "data": "Inspect or prepare a folder or an archive of images.",
+    "data": "Inspect, prepare or bring a set of images.",
     "info": "Describe a recipe or a model file.",
     "recipes": "List the recipes that come with ict.",
 }

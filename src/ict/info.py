@@ -63,12 +63,22 @@ def describe_images(source: str, found: Inspection) -> Table:
         "pixels": f"mean {found.mean:.3f}, deviation {found.deviation:.3f} (in [-1, 1])",
         "refused": f"{len(found.refused):,}",
     }
+    if found.sizes:
+        smallest, largest, (common, count) = (found.sizes[key] for key in ("smallest", "largest", "common"))
+        rows["sizes"] = (
+            f"{_size(smallest)} to {_size(largest)}, most often {_size(common)} ({count:,}); "
+            f"{found.sizes['enlarged']:,} had to be enlarged"
+        )
     rows |= {f"  {reason}": f"{count:,}" for reason, count in reasons.most_common()}
     for name, reason in found.refused[:10]:
         rows[f"  {name}"] = reason
     if found.warning:
         rows["warning"] = found.warning
     return _table(rows)
+
+
+def _size(size: list[int]) -> str:
+    return f"{size[0]}×{size[1]}"
 
 
 def _net_rows(spec: ModelSpec, cost: Cost) -> dict[str, str]:

@@ -68,6 +68,7 @@ FREE = {
     "name",
     "about",
     "data.path",
+    "data.feed",
     *(f"training.{key}" for key in (*BOUNDS, "accumulate", "log_every", "save_every", "snapshots", "keep")),
 }
 

@@ -1,6 +1,3 @@
-import io
-
-import numpy as np
 import pytest
 import torch
 from helpers import tiny_config
@@ -33,88 +30,6 @@ def test_digits_are_those_of_scikit_learn():
 def test_a_recipe_that_does_not_fit_the_data_is_refused(data, message):
     with pytest.raises(ConfigError, match=message):
         load_images(tiny_config(data=data).data)
-
-
-def write_cifar10(folder, count=7):
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    for i in range(1, 6):
-        records = rng.integers(0, 256, (count, 3073), dtype=np.uint8)
-        records[:, 0] = rng.integers(0, 10, count)
-        (folder / f"data_batch_{i}.bin").write_bytes(records.tobytes())
-
-
-def cifar10(folder, **data):
-    values = {"source": "cifar10", "path": str(folder), "image_size": 32, "channels": 3, "classes": 10, **data}
-    return load_images(tiny_config(data=values).data)
-
-
-@pytest.fixture(autouse=True)
-def _small_files(monkeypatch):
-    monkeypatch.setattr("ict.data.cifar10.RECORDS", 7)
-
-
-def test_cifar10_from_its_binary_files(tmp_path):
-    write_cifar10(tmp_path / "c")
-    images = cifar10(tmp_path / "c")
-    first = np.frombuffer((tmp_path / "c" / "data_batch_1.bin").read_bytes(), np.uint8)[:3073]
-    assert len(images) == 35 and images.class_names[6] == "frog"
-    assert images.labels[0] == first[0]
-    assert images.pixels[0, 2, 31, 30] == first[1 + 2 * 1024 + 31 * 32 + 30]  # planes, then rows
-
-
-def test_cifar10_that_is_missing_or_damaged(tmp_path):
-    with pytest.raises(ConfigError, match=r"data_batch_1\.bin is not there: set data\.path"):
-        cifar10(tmp_path)
-    write_cifar10(tmp_path / "c")
-    path = tmp_path / "c" / "data_batch_3.bin"
-    whole = path.read_bytes()
-    for damaged in (whole[:-1], whole[:-3073], b"", b"\xff" + whole[1:]):
-        path.write_bytes(damaged)
-        with pytest.raises(ConfigError, match=r"data_batch_3\.bin is damaged"):
-            cifar10(tmp_path / "c")
-
-
-def imagenet64(folder):
-    values = {"source": "imagenet64", "path": str(folder), "image_size": 64, "channels": 3, "classes": 1000}
-    return load_images(tiny_config(data=values).data)
-
-
-def test_imagenet64_from_its_npz_batches(tmp_path):
-    data = np.random.default_rng(0).integers(0, 256, (4, 12288), dtype=np.uint8)
-    np.savez(tmp_path / "train_data_batch_1.npz", data=data[:3], labels=[1, 1000, 7], mean=np.zeros(1))
-    np.savez(tmp_path / "train_data_batch_2.npz", data=data[3:], labels=[2])
-    images = imagenet64(tmp_path)
-    assert images.labels.tolist() == [0, 999, 6, 1] and images.pixels.shape == (4, 3, 64, 64)
-    assert images.pixels[3, 1, 2, 5] == data[3, 4096 + 2 * 64 + 5]
-
-
-def test_imagenet64_that_is_missing_or_damaged(tmp_path):
-    with pytest.raises(ConfigError, match=r"holds no train_data_batch"):
-        imagenet64(tmp_path)
-    path = tmp_path / "train_data_batch_1.npz"
-    np.savez_compressed(
-        path, data=np.random.default_rng(0).integers(0, 9, (3, 12288), dtype=np.uint8), labels=[1, 2, 3]
-    )
-    whole = path.read_bytes()
-    flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 0xFF
-    buffer = io.BytesIO()
-    np.save(buffer, np.zeros(3))
-    for damaged in (b"nonsense", b"", whole[: len(whole) // 2], bytes(flipped), buffer.getvalue()):
-        path.write_bytes(damaged)
-        with pytest.raises(ConfigError, match="is damaged"):
-            imagenet64(tmp_path)
-    for labels in (3, [[1]], [1.5], ["a"], [True]):
-        np.savez(path, data=np.zeros((1, 12288), np.uint8), labels=np.array(labels))
-        with pytest.raises(ConfigError, match="whole numbers from 1 to 1000"):
-            imagenet64(tmp_path)
-    np.savez(path, data=np.zeros((1, 12288), np.uint8), labels=np.array([0]))
-    with pytest.raises(ConfigError, match="whole numbers from 1 to 1000"):
-        imagenet64(tmp_path)
-    np.savez(path, data=np.array([{}], dtype=object), labels=np.array([1]))  # a pickle inside is never opened
-    with pytest.raises(ConfigError, match="is damaged"):
-        imagenet64(tmp_path)
 
 
 def test_pixels_survive_the_round_trip():

@@ -18,13 +18,15 @@ from helpers import tiny_config
 from PIL import Image
 
 import ict.data.decode as decode_module
+import ict.data.pile as pile_module
 import ict.data.prepare as prepare_module
 from ict.config import ConfigError, DataConfig
 from ict.data import load_images
 from ict.data.decode import Refused, Target, decode
 from ict.data.inspect import inspect
-from ict.data.pile import list_pile
-from ict.data.prepare import is_prepared, open_prepared, prepare, read_manifest
+from ict.data.pile import Pile
+from ict.data.prepare import is_prepared, open_prepared, read_manifest
+from ict.data.sources import open_source
 
 COLOUR = Target(size=8, channels=3, fit="crop", background=255)
 GREY = Target(size=8, channels=1, fit="crop", background=255)
@@ -161,6 +163,12 @@ def as_tar(folder: Path, path: Path) -> Path:
     return path
 
 
+def prepare(config: DataConfig, progress=None) -> Path:
+    pile = open_source(config)
+    assert isinstance(pile, Pile)
+    return prepare_module.prepare(pile, config, progress)
+
+
 def data(source, **changes) -> DataConfig:
     return tiny_config(data={"source": str(source), "channels": 3, "classes": 2, **changes}).data
 
@@ -213,9 +221,9 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path):
     (folder / "cats" / "out.png").symlink_to(tmp_path / "secret.png")
     (folder / "cats" / "in.png").symlink_to(folder / "cats" / "0.png")
     (folder / "cats" / "broken.png").symlink_to(tmp_path / "nothing")
-    pile = list_pile(str(folder))
-    assert len(pile.entries) == 7
-    reasons = dict(pile.refused)
+    found = list(open_source(data(folder)).entries())
+    assert len([entry for entry, reason in found if reason is None]) == 7
+    reasons = {entry.name: reason for entry, reason in found}
     assert "leads out" in reasons["cats/out.png"] and "cannot be read" in reasons["cats/broken.png"]
 
 
@@ -270,7 +278,7 @@ def test_the_second_start_decodes_nothing(tmp_path, monkeypatch):
     seen = []
     first = prepare(data(folder), lambda done, total: seen.append((done, total)))
     assert seen[-1] == (6, 6)
-    monkeypatch.setattr(prepare_module, "decode", lambda *_: pytest.fail("decoded again"))
+    monkeypatch.setattr(prepare_module, "decode_all", lambda *_: pytest.fail("decoded again"))
     assert prepare(data(folder)) == first
 
 
@@ -318,7 +326,7 @@ def test_a_full_disk_leaves_nothing_that_is_believed(tmp_path, monkeypatch):
         patch.setattr(prepare_module, "write_synced", full)
         with pytest.raises(OSError, match=r"No space left.*ICT_CACHE"):
             prepare(data(folder))
-    assert [p for p in (tmp_path / "cache").iterdir() if p.suffix != ".lock"] == []
+    assert [p for p in (tmp_path / "cache" / "sets").iterdir() if p.suffix != ".lock"] == []
     assert len(load_images(data(folder))) == 6
 
 
@@ -356,14 +364,13 @@ def test_two_at_once_make_one_set(tmp_path):
 
 def test_files_without_permission_are_refused_not_fatal(tmp_path, monkeypatch):
     folder = make_folder(tmp_path / "pile")
-    original = Path.open
 
-    def guarded(self, *arguments, **options):
-        if self.name == "1.png":
-            raise PermissionError(errno.EACCES, "Permission denied", str(self))
-        return original(self, *arguments, **options)
+    def guarded(path, *arguments, **options):
+        if path.endswith("1.png"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return open(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, "open", guarded)
+    monkeypatch.setattr(pile_module, "open", guarded, raising=False)
     manifest = read_manifest(prepare(data(folder)))
     assert manifest["count"] == 4 and "Permission denied" in json.dumps(manifest["refused"])
 

@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ict.data.images import Images, to_float, to_uint8
     from ict.data.sampler import batch_indices, flip_mask
-    from ict.data.sources import SOURCES, is_path, load_images
+    from ict.data.sources import SOURCES, load_images
 
-__all__ = ["SOURCES", "Images", "batch_indices", "flip_mask", "is_path", "load_images", "to_float", "to_uint8"]
+__all__ = ["SOURCES", "Images", "batch_indices", "flip_mask", "load_images", "to_float", "to_uint8"]
 
 _HOMES = {
     "SOURCES": "sources",
     "Images": "images",
     "batch_indices": "sampler",
     "flip_mask": "sampler",
-    "is_path": "sources",
     "load_images": "sources",
     "to_float": "images",
     "to_uint8": "images",

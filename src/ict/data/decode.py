@@ -4,17 +4,25 @@ A file is refused, with its reason, rather than trusted: its size is bounded bef
 are decoded, and whatever a decoder throws becomes a reason, not a crash.
 """
 
+import contextlib
+import importlib
 import io
 import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
 from PIL import Image, ImageOps
+
+if TYPE_CHECKING:
+    import numpy as np  # at run time only where it is used: a process that decodes should start at once
 
 MAX_BYTES = 256 * 2**20  # of one file
 MAX_PIXELS = 100_000_000  # of one image, before it is decoded
 # What Pillow may open, as far as it was built with it: plain raster formats. Others start programs (EPS).
-Image.init()
+PLUGINS = ("Png", "Jpeg", "Mpo", "WebP", "Gif", "Bmp", "Tiff", "Ppm", "Tga", "Avif", "Jpeg2K")
+for plugin in PLUGINS:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(f"PIL.{plugin}ImagePlugin")
 WANTED = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "TGA", "AVIF", "JPEG2000")
 FORMATS = tuple(form for form in WANTED if form in Image.OPEN)
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".tga", ".avif", ".jp2")
@@ -37,15 +45,29 @@ class Target:
     background: int  # grey under transparent pixels and beside padded ones
 
 
-def decode(data: bytes, target: Target) -> np.ndarray:
-    """The pixels of an image file -> uint8 [channels, size, size]; raises Refused."""
-    if not data:
+def decode(data: "bytes | np.ndarray", target: Target) -> "np.ndarray":
+    """The pixels of an image file, or of an array [H, W(, C)] -> uint8 [channels, size, size]; raises Refused."""
+    import numpy as np
+
+    planes, _ = decode_planes(data, target)
+    return np.frombuffer(planes, dtype=np.uint8).reshape(target.channels, target.size, target.size)
+
+
+def decode_planes(data: "bytes | np.ndarray", target: Target) -> tuple[bytes, tuple[int, int]]:
+    """The same as bytes, plane after plane; and the width and height that the image had."""
+    if len(data) == 0:
         raise Refused("empty file")
-    if len(data) > MAX_BYTES:
-        raise Refused(f"larger than {MAX_BYTES >> 20} MiB")
     try:
+        if not isinstance(data, bytes):
+            size = (data.shape[1], data.shape[0])
+            if fits(data, target):
+                return (data if target.channels == 1 else data.transpose(2, 0, 1)).tobytes(), size
+            return to_planes(Image.fromarray(data), target), size
+        if len(data) > MAX_BYTES:
+            raise Refused(f"larger than {MAX_BYTES >> 20} MiB")
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            return to_pixels(image, target)
+            size = image.size
+            return to_planes(image, target), size
     except Refused:
         raise
     except Image.UnidentifiedImageError:
@@ -54,17 +76,21 @@ def decode(data: bytes, target: Target) -> np.ndarray:
         raise Refused(f"cannot be decoded: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-def to_pixels(image: Image.Image, target: Target) -> np.ndarray:
-    """The first frame: upright, opaque, in 8 bits, square, resized -> uint8 [channels, size, size]."""
+def fits(array: "np.ndarray", target: Target) -> bool:
+    """Whether an array has the right size and channels already."""
+    return array.shape == (target.size, target.size, 3)[: 3 if target.channels == 3 else 2]
+
+
+def to_planes(image: Image.Image, target: Target) -> bytes:
+    """The first frame: upright, opaque, in 8 bits, square, resized -> channels · size · size bytes."""
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise Refused(f"{width}×{height} pixels are more than {MAX_PIXELS:,}")
     if image.format == "JPEG" and "A" not in image.mode:  # decode no finer than twice what is needed
         image.draft(None, (2 * target.size, 2 * target.size))
-    turned = ImageOps.exif_transpose(image)
-    picture = opaque(turned, target).convert("L" if target.channels == 1 else "RGB")
-    array = np.asarray(square(picture, target), dtype=np.uint8)
-    return np.ascontiguousarray(array[None] if target.channels == 1 else array.transpose(2, 0, 1))
+    ImageOps.exif_transpose(image, in_place=True)
+    picture = opaque(image, target).convert("L" if target.channels == 1 else "RGB")
+    return b"".join(band.tobytes() for band in square(picture, target).split())
 
 
 def opaque(image: Image.Image, target: Target) -> Image.Image:
@@ -80,6 +106,8 @@ def opaque(image: Image.Image, target: Target) -> Image.Image:
 
 def scaled_to_8_bits(image: Image.Image) -> Image.Image:
     """16-bit grey by its upper byte; 32-bit and floating-point grey by its range."""
+    import numpy as np
+
     values = np.asarray(image).astype(np.float64)
     if not np.isfinite(values).all():
         raise Refused("pixels that are not finite numbers")

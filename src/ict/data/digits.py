@@ -9,11 +9,12 @@ from importlib import resources
 import numpy as np
 import torch
 
-from ict.config import DataConfig
+from ict.config import DataConfig, require
 from ict.data.images import Images
 
 
-def load_digits(config: DataConfig | None = None) -> Images:
+def load_digits(config: DataConfig) -> Images:
+    require(config.split == "train", f"data.split = {config.split!r}: the digits are not divided; leave it out")
     with resources.files("ict.data").joinpath("digits.npz").open("rb") as file:
         stored = np.load(file, allow_pickle=False)
         inks, labels = stored["inks"], stored["labels"]  # inks from 0 to 16

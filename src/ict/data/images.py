@@ -1,9 +1,37 @@
 """A set of images in memory, and the two scales a pixel lives on: uint8 [0, 255] and float32 [-1, 1]."""
 
+import mmap
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from ict.files import DamagedFile
+
+
+class PixelFile:
+    """Pixels in a file: mapped, to look at all of them like a tensor, and open, to read some of them."""
+
+    def __init__(self, path: Path, shape: tuple[int, int, int, int]):
+        self.path, self.shape = path, shape
+        self.open = path.open("rb", buffering=0)
+        # Writable to please torch; a copy would be changed, never the file.
+        self.map = mmap.mmap(self.open.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def pixels(self) -> Tensor:
+        return torch.frombuffer(self.map, dtype=torch.uint8).view(self.shape)
+
+    def read(self, indices: Tensor, out: Tensor) -> None:
+        """By reading, not by the map: a map would take megabytes around each image, and fall with a shortened file."""
+        rows = out.view(len(indices), -1).numpy()
+        size = rows.shape[1]
+        for row, index in zip(rows, indices.tolist(), strict=True):
+            if not 0 <= index < self.shape[0]:
+                raise IndexError(f"image {index} of {self.shape[0]}: out of range index")
+            if os.preadv(self.open.fileno(), [row], index * size) != size:
+                raise DamagedFile(f"{self.path} has become shorter while it was used: prepare the set again")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +41,7 @@ class Images:
     pixels: Tensor
     labels: Tensor
     class_names: tuple[str, ...]
+    file: "PixelFile | None" = None  # where the pixels lie, when they are not in memory
 
     def __post_init__(self) -> None:
         assert self.pixels.dtype == torch.uint8
@@ -30,6 +59,18 @@ class Images:
     def describe(self) -> str:
         channels, height, width = self.shape
         return f"{height}×{width} pixels, {'grey' if channels == 1 else 'colour'}"
+
+    def gather(self, indices: Tensor, out: Tensor) -> None:
+        """Copy some images to `out`, in memory; of a file, nothing else is read."""
+        if self.file is None:
+            torch.index_select(self.pixels, 0, indices, out=out)
+        else:
+            self.file.read(indices, out)
+
+    def forget(self) -> None:
+        """Let go of the pages of the file that have been read; they are read again when they are used again."""
+        if self.file is not None:
+            self.file.map.madvise(mmap.MADV_DONTNEED)
 
     def to(self, device: torch.device) -> "Images":
         return Images(pixels=self.pixels.to(device), labels=self.labels.to(device), class_names=self.class_names)

@@ -1,150 +1,160 @@
-"""A pile of image files, wherever they lie: a folder, a zip, a tar, or many tars. Nothing is unpacked."""
+"""A pile of images, wherever it lies: what is in it, and one file's bytes. Nothing is unpacked.
 
-import glob
+A pile is made of parts: folders, archives, arrays. Each can say quickly whether it is still the same (`stamp`), and
+what is in it (`entries`), every file with the reason if it is refused at once. Nothing here imports torch: the
+processes that decode read their files by `read_entry`.
+"""
+
 import hashlib
 import os
 import re
-import tarfile
+import stat
 import threading
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Protocol
 
-from ict.config import ConfigError
 from ict.data.decode import ENDINGS, MAX_BYTES, Refused
 
-MAX_RATIO = 200  # of unpacked to packed size in a zip
+if TYPE_CHECKING:
+    import numpy as np
+
+KEPT = 100_000  # entries of a folder that are remembered, so that small folders are walked once less
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
-    """One file of a pile: where its bytes are, and the name of the folder it lies in."""
+    """One image of a pile: where its bytes are, and what class it is of."""
 
     name: str
-    path: Path  # the file itself, or the archive that holds it
+    path: str  # the file itself, or the archive that holds it
     size: int
     offset: int | None = None  # of a tar's member; None: a file of its own, or a zip's member
     label: str = ""
-    time: int = 0  # when a file of its own was last written; a member of an archive is as old as the archive
+    content: "bytes | np.ndarray | None" = None  # what a stream brought along: it cannot be read again from its place
 
 
-@dataclass
+Listing = Iterator[tuple[Entry, str | None]]
+
+
+class Part(Protocol):
+    """A folder, an archive, an array or a set of another library."""
+
+    def stamp(self) -> str:
+        """A text that changes when a file is added, removed or rewritten; made without reading any."""
+        ...
+
+    def count(self) -> int | None:
+        """How many entries there will be, where that is known at once."""
+        ...
+
+    def entries(self) -> Listing: ...
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pile:
-    """Everything that was found, and what was passed over at once with its reason."""
+    """All parts of a source."""
 
-    entries: list[Entry] = field(default_factory=list)
-    refused: list[tuple[str, str]] = field(default_factory=list)
-    fingerprint: str = ""  # changes when a file is added, removed or rewritten
+    source: str
+    parts: list[Part]
+    classes: tuple[str, ...] | None = None  # where the source fixes them; else the labels that occur
 
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for part in self.parts:
+            digest.update(part.stamp().encode("utf-8", "replace"))
+        return digest.hexdigest()
 
-def list_pile(source: str) -> Pile:
-    """Find every image in a folder, a .zip, a .tar or a pattern of shards like shard-{000..127}.tar."""
-    pile, stamps = Pile(), hashlib.sha256()
-    for path in expand(source):
-        stat = path.stat()
-        found = list_folder(path) if path.is_dir() else list_archive(path)
-        names: set[str] = set()
-        for entry, reason in found:
-            reason = reason or check_entry(entry, names)
-            if reason:
-                pile.refused.append((entry.name, reason))
-            else:
-                names.add(entry.name)
-                pile.entries.append(entry)
-            stamp = f"{entry.name}\0{entry.size}\0{entry.time or stat.st_mtime_ns}\n"
-            stamps.update(stamp.encode("utf-8", "replace"))
-    pile.fingerprint = stamps.hexdigest()
-    return pile
+    def count(self) -> int | None:
+        counts = [part.count() for part in self.parts]
+        return sum(counts) if None not in counts else None  # type: ignore
+
+    def entries(self) -> Listing:
+        for part in self.parts:
+            yield from part.entries()
 
 
-def is_zip(path: Path) -> bool:
-    return path.suffix.lower() == ".zip"
+def stamp_of(path: Path) -> str:
+    """Where a file is, its size and its time."""
+    found = path.stat()
+    return f"{path.resolve()}\0{found.st_size}\0{found.st_mtime_ns}\n"
+
+
+@dataclass(kw_only=True)
+class Folder:
+    """Images in a folder and below, in the order of their names; links are followed only to files inside."""
+
+    root: Path
+    found: int | None = None
+    kept: list[tuple[Entry, str | None]] = field(default_factory=list)  # the first of what the last walk has seen
+
+    def stamp(self) -> str:
+        digest = hashlib.sha256(str(self.root.resolve()).encode("utf-8", "replace"))
+        self.found, self.kept = 0, []
+        for entry, reason, time in self.walk():
+            digest.update(f"{entry.name}\0{entry.size}\0{time}\n".encode("utf-8", "replace"))
+            self.found += 1
+            if self.found <= KEPT:
+                self.kept.append((entry, reason))
+        return digest.hexdigest()
+
+    def count(self) -> int | None:
+        return self.found
+
+    def entries(self) -> Listing:
+        yield from self.kept
+        for entry, reason, _ in islice(self.walk(), len(self.kept), None) if self.found != len(self.kept) else ():
+            yield entry, reason
+
+    def walk(self) -> Iterator[tuple[Entry, str | None, int]]:
+        """Every image with the reason if it is refused, and when it was last written."""
+        home, waiting = self.root.resolve(), [("", str(self.root))]  # folders: their names from the root, and paths
+        while waiting:
+            above, folder = waiting.pop()
+            try:
+                with os.scandir(folder) as listing:
+                    found = sorted((one for one in listing if not one.name.startswith(".")), key=lambda one: one.name)
+            except OSError as error:
+                if not above:
+                    raise
+                yield Entry(above, folder, 0), f"cannot be read ({error.strerror})", 0
+                continue
+            below = [one for one in found if one.is_dir(follow_symlinks=False)]
+            waiting += [(f"{above}{one.name}/", one.path) for one in reversed(below)]
+            for one in found:
+                if one.name.lower().endswith(ENDINGS) and not one.is_dir(follow_symlinks=False):
+                    yield look(f"{above}{one.name}", one, home)
+
+
+def look(name: str, one: os.DirEntry[str], home: Path) -> tuple[Entry, str | None, int]:
+    """A file of a folder, why it is refused, and when it was last written."""
+    try:
+        found = one.stat()
+        inside = not one.is_symlink() or Path(one.path).resolve().is_relative_to(home)
+    except OSError as error:
+        return Entry(name, one.path, 0), f"cannot be read ({error.strerror})", 0
+    entry = Entry(name, one.path, found.st_size, label=label_of(name))
+    if not stat.S_ISREG(found.st_mode):
+        return entry, "not a file", 0
+    return entry, check_size(entry) if inside else "a link that leads out of the folder", found.st_mtime_ns
 
 
 def check_entry(entry: Entry, names: set[str]) -> str | None:
-    """Why a file is not even read."""
+    """Why a member of an archive is not even read."""
     parts = PurePosixPath(entry.name.replace("\\", "/"))
     if parts.is_absolute() or ".." in parts.parts or re.match(r"[A-Za-z]:", entry.name):
         return "a path that leads out of the archive"
     if entry.name in names:
         return "a second file of the same name"
-    if entry.size > MAX_BYTES:
-        return f"larger than {MAX_BYTES >> 20} MiB"
-    return None
+    names.add(entry.name)
+    return check_size(entry)
 
 
-def expand(source: str) -> list[Path]:
-    """Paths that a source means; {000..127} counts, * matches."""
-    counted = re.search(r"\{(\d+)\.\.(\d+)\}", source)
-    if counted:
-        first, last, width = int(counted[1]), int(counted[2]), len(counted[1])
-        names = [source.replace(counted[0], f"{i:0{width}d}") for i in range(first, last + 1)]
-    elif any(sign in source for sign in "*?"):
-        names = sorted(glob.glob(os.path.expanduser(source)))
-    else:
-        names = [source]
-    paths = [Path(name).expanduser() for name in names]
-    missing = [path for path in paths if not path.exists()]
-    if missing or not paths:
-        raise ConfigError(f"data.source: there is no {missing[0] if missing else source}")
-    return paths
-
-
-def list_folder(root: Path) -> Iterator[tuple[Entry, str | None]]:
-    """Images in a folder and below, in the order of their names; links are followed only to files inside."""
-    home, waiting = root.resolve(), [root]
-    while waiting:
-        folder = waiting.pop()
-        with os.scandir(folder) as listing:
-            found = sorted((one for one in listing if not one.name.startswith(".")), key=lambda one: one.name)
-        waiting += [folder / one.name for one in reversed(found) if one.is_dir(follow_symlinks=False)]
-        for one in found:
-            if not one.name.lower().endswith(ENDINGS):
-                continue
-            path = folder / one.name
-            name = path.relative_to(root).as_posix()
-            try:
-                stat = one.stat()
-                inside = not one.is_symlink() or path.resolve().is_relative_to(home)
-            except OSError as error:
-                yield Entry(name, path, 0), f"cannot be read ({error.strerror})"
-                continue
-            reason = None if inside else "a link that leads out of the folder"
-            yield Entry(name, path, stat.st_size, label=label_of(name), time=stat.st_mtime_ns), reason
-
-
-def list_archive(path: Path) -> Iterator[tuple[Entry, str | None]]:
-    """Images in a zip or an uncompressed tar."""
-    try:
-        if is_zip(path):
-            yield from list_zip(path)
-        else:
-            yield from list_tar(path)
-    except (zipfile.BadZipFile, tarfile.TarError, EOFError, ValueError, NotImplementedError) as error:
-        raise ConfigError(f"data.source: {path} is damaged or not a .zip or an uncompressed .tar ({error})") from error
-
-
-def list_zip(path: Path) -> Iterator[tuple[Entry, str | None]]:
-    with zipfile.ZipFile(path) as archive:
-        for member in archive.infolist():
-            if member.is_dir() or not member.filename.lower().endswith(ENDINGS):
-                continue
-            reason, ratio = None, member.file_size // max(1, member.compress_size)
-            if ratio > MAX_RATIO:
-                reason = f"unpacks to {ratio} times its size"
-            if member.flag_bits & 1:
-                reason = "encrypted"
-            yield Entry(member.filename, path, member.file_size, label=label_of(member.filename)), reason
-
-
-def list_tar(path: Path) -> Iterator[tuple[Entry, str | None]]:
-    with tarfile.open(path, "r:") as archive:
-        for member in archive:
-            if member.isdir() or not member.name.lower().endswith(ENDINGS):
-                continue
-            reason = None if member.isreg() else "a link or a device, not a file"
-            yield Entry(member.name, path, member.size, member.offset_data, label_of(member.name)), reason
+def check_size(entry: Entry) -> str | None:
+    return f"larger than {MAX_BYTES >> 20} MiB" if entry.size > MAX_BYTES else None
 
 
 def label_of(name: str) -> str:
@@ -156,18 +166,24 @@ def label_of(name: str) -> str:
 _opened = threading.local()
 
 
-def open_zip(path: Path) -> zipfile.ZipFile:
+def is_zip(path: Path | str) -> bool:
+    return str(path).lower().endswith(".zip")
+
+
+def open_zip(path: str) -> zipfile.ZipFile:
     """A zip, opened once in each thread: its directory is read only once."""
     if getattr(_opened, "path", None) != path:
         _opened.path, _opened.archive = path, zipfile.ZipFile(path)
     return _opened.archive
 
 
-def read_entry(entry: Entry) -> bytes:
-    """The bytes of one file; raises Refused."""
+def read_entry(entry: Entry) -> "bytes | np.ndarray":
+    """The bytes (or the pixels) of one image; raises Refused."""
+    if entry.content is not None:
+        return entry.content
     try:
         if entry.offset is not None:
-            with entry.path.open("rb") as file:
+            with open(entry.path, "rb", buffering=0) as file:
                 file.seek(entry.offset)
                 return file.read(entry.size)
         if is_zip(entry.path):
@@ -176,8 +192,8 @@ def read_entry(entry: Entry) -> bytes:
                 if len(data) > entry.size:
                     raise Refused("larger than its archive says")
                 return data
-        with entry.path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)
+        with open(entry.path, "rb", buffering=0) as file:  # asked for what it holds: a buffer of that size is made
+            return file.read(min(entry.size, MAX_BYTES) + 1)
     except Refused:
         raise
     except Exception as error:  # a damaged archive may throw anything

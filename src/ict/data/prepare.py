@@ -14,59 +14,47 @@ import hashlib
 import json
 import os
 import shutil
-from collections import Counter, deque
+from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from ict.config import DataConfig, require
-from ict.data.decode import Refused, Target, decode
-from ict.data.images import Images
-from ict.data.pile import Entry, Pile, list_pile, read_entry
-from ict.files import sync_folder, write_synced
+from ict.data.decode import Target
+from ict.data.pile import Entry, Pile
+from ict.data.workers import decode_all
+from ict.files import cache_home, sync_folder, write_synced
 
-FORMAT = "ict-images-1"
-CHUNK = 64  # images a thread takes at a time
-Progress = Callable[[int, int], object]
+if TYPE_CHECKING:
+    from ict.data.images import Images
 
-
-def cache_home() -> Path:
-    """Where prepared sets are kept: $ICT_CACHE, or .cache/ict in the user's home."""
-    return Path(os.environ.get("ICT_CACHE") or Path.home() / ".cache" / "ict")
+FORMAT = "ict-images-2"
+Progress = Callable[[int, int | None], object]
 
 
 def target_of(config: DataConfig) -> Target:
     return Target(size=config.image_size, channels=config.channels, fit=config.fit, background=config.background)
 
 
-def load_pile(config: DataConfig, progress: Progress | None = None) -> Images:
-    """The images of a folder or an archive, decoded now or earlier."""
-    return open_prepared(prepare(config, progress))
-
-
-def prepare(config: DataConfig, progress: Progress | None = None) -> Path:
+def prepare(pile: Pile, config: DataConfig, progress: Progress | None = None) -> Path:
     """The folder of the decoded set; made if it is not there."""
-    pile = list_pile(config.source)
-    require(bool(pile.entries), f"data.source: no image was found in {config.source}{_first_reason(pile.refused)}")
-    target = target_of(config)
-    described = json.dumps({"format": FORMAT, "pile": pile.fingerprint, **asdict(target)}, sort_keys=True)
-    folder = cache_home() / hashlib.sha256(described.encode()).hexdigest()[:24]
+    target, fingerprint = target_of(config), pile.fingerprint()
+    described = json.dumps({"format": FORMAT, "pile": fingerprint, **asdict(target)}, sort_keys=True)
+    folder = cache_home() / "sets" / hashlib.sha256(described.encode()).hexdigest()[:24]
     if is_prepared(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_suffix(".lock")):
         if not is_prepared(folder):  # another process may have made it meanwhile
-            make(folder, config.source, pile, target, progress)
+            make(folder, pile, fingerprint, target, progress)
     return folder
 
 
-def make(folder: Path, source: str, pile: Pile, target: Target, progress: Progress | None) -> None:
+def make(folder: Path, pile: Pile, fingerprint: str, target: Target, progress: Progress | None) -> None:
     """Decode everything into a folder beside the right one, then move it there."""
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -74,10 +62,10 @@ def make(folder: Path, source: str, pile: Pile, target: Target, progress: Progre
         partial.mkdir()
         manifest = write_pixels(partial, pile, target, progress)
         require(
-            list_pile(source).fingerprint == pile.fingerprint,
-            f"data.source: {source} changed while it was being prepared; start again when it is at rest",
+            pile.fingerprint() == fingerprint,
+            f"data.source: {pile.source} changed while it was being prepared; start again when it is at rest",
         )
-        manifest |= {"format": FORMAT, "source": source, "options": asdict(target)}
+        manifest |= {"format": FORMAT, "source": pile.source, "options": asdict(target)}
         write_synced(partial / "manifest.json", json.dumps(manifest, indent=1).encode())
         sync_folder(partial)
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
@@ -92,66 +80,65 @@ def make(folder: Path, source: str, pile: Pile, target: Target, progress: Progre
 
 def write_pixels(partial: Path, pile: Pile, target: Target, progress: Progress | None) -> dict[str, Any]:
     """Decode the entries in order, into pixels.u8 and labels.npy; gives the counts."""
-    classes = sorted({entry.label for entry in pile.entries})
-    numbers = {name: i for i, name in enumerate(classes)}
-    labels: list[int] = []
-    refused = list(pile.refused)
+    seen: dict[str, int] = {}  # classes in the order of their first image
+    labels = array("q")
+    refused: list[tuple[str, str]] = []
+    sizes: Counter[tuple[int, int]] = Counter()
     digest = hashlib.sha256()
-    done = 0
+    total, done = pile.count(), 0
     with (partial / "pixels.u8").open("wb") as file:
-        for outcomes, pixels in decode_all(pile.entries, target):
+        for outcomes, pixels in decode_all(accepted(pile, refused), target):
             file.write(pixels)
             digest.update(pixels)
-            labels += [numbers[entry.label] for entry, reason in outcomes if reason is None]
-            refused += [(entry.name, reason) for entry, reason in outcomes if reason is not None]
-            done += len(outcomes)
+            labels.extend(seen.setdefault(entry.label, len(seen)) for entry, reason, _ in outcomes if reason is None)
+            sizes.update(size for _, reason, size in outcomes if reason is None)
+            refused += [(entry.name, reason) for entry, reason, _ in outcomes if reason is not None]
+            done = len(labels) + len(refused)
             if progress is not None:
-                progress(done, len(pile.entries))
+                progress(done, total)
         file.flush()
         os.fsync(file.fileno())
+    require(done > 0, f"data.source: no image was found in {pile.source}")
     require(bool(labels), f"data.source: not one image could be used{_first_reason(refused)}")
+    classes = pile.classes or sort_labels(seen)
+    number = {name: i for i, name in enumerate(classes)}
+    numbers = np.array([number[name] for name in seen])[np.frombuffer(labels, dtype=np.int64)]
     with (partial / "labels.npy").open("wb") as file:
-        np.save(file, np.array(labels, dtype=np.int64))
-    counted = Counter(classes[i] for i in labels)
+        np.save(file, numbers.astype(np.int64))
+    counts = np.bincount(numbers, minlength=len(classes)).tolist()
     return {
         "count": len(labels),
-        "classes": {name: counted[name] for name in classes},
+        "classes": dict(zip(classes, counts, strict=True)),
+        "sizes": describe_sizes(sizes, target),
         "sha256": digest.hexdigest(),
         "refused": refused,
     }
 
 
-Chunk = tuple[list[tuple[Entry, str | None]], bytes]
+def describe_sizes(sizes: Counter[tuple[int, int]], target: Target) -> dict[str, Any]:
+    """Widths and heights before decoding."""
+    area = sorted(sizes, key=lambda size: size[0] * size[1])
+    return {
+        "smallest": area[0],
+        "largest": area[-1],
+        "common": sizes.most_common(1)[0],
+        "enlarged": sum(count for size, count in sizes.items() if min(size) < target.size),
+    }
 
 
-def decode_all(entries: list[Entry], target: Target) -> Iterator[Chunk]:
-    """Chunks of entries, each with the reason if it was refused, and the pixels of the rest, in order.
-
-    By as many threads as cores: Pillow lets go of the interpreter while it decodes and resizes, and so do the hash and
-    the file when they are given a whole chunk.
-    """
-    chunks = iter([entries[i : i + CHUNK] for i in range(0, len(entries), CHUNK)])
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(workers) as pool:
-        # No more than this is ever held in memory.
-        waiting = deque(pool.submit(decode_chunk, chunk, target) for chunk in islice(chunks, 3 * workers))
-        while waiting:
-            finished = waiting.popleft().result()
-            waiting.extend(pool.submit(decode_chunk, chunk, target) for chunk in islice(chunks, 1))
-            yield finished
+def accepted(pile: Pile, refused: list[tuple[str, str]]) -> Iterator[Entry]:
+    """Entries that are to be decoded; the others go to the list."""
+    for entry, reason in pile.entries():
+        if reason is None:
+            yield entry
+        else:
+            refused.append((entry.name, reason))
 
 
-def decode_chunk(chunk: list[Entry], target: Target) -> Chunk:
-    """The work of one thread."""
-    outcomes: list[tuple[Entry, str | None]] = []
-    pixels: list[bytes] = []
-    for entry in chunk:
-        try:
-            pixels.append(decode(read_entry(entry), target).tobytes())
-            outcomes.append((entry, None))
-        except Refused as refused:
-            outcomes.append((entry, str(refused)))
-    return outcomes, b"".join(pixels)
+def sort_labels(labels: dict[str, int]) -> list[str]:
+    """By name, as ImageFolder does; whole numbers by their value."""
+    numbers = all(label.isascii() and label.isdigit() for label in labels)
+    return sorted(labels, key=(lambda label: (int(label), label)) if numbers else str)  # type: ignore
 
 
 def is_prepared(folder: Path) -> bool:
@@ -170,16 +157,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "manifest.json").read_bytes())
 
 
-def open_prepared(folder: Path) -> Images:
+def open_prepared(folder: Path) -> "Images":
     """The set as a memory map: pages are read when they are used."""
+    import torch
+
+    from ict.data.images import Images, PixelFile
+
     manifest = read_manifest(folder)
     options, count = manifest["options"], manifest["count"]
-    shape = (count, options["channels"], options["size"], options["size"])
-    pixels = np.memmap(folder / "pixels.u8", dtype=np.uint8, mode="c", shape=shape)  # copy on write: never changed
-    labels = np.load(folder / "labels.npy", allow_pickle=False)
-    return Images(
-        pixels=torch.from_numpy(pixels), labels=torch.from_numpy(labels), class_names=tuple(manifest["classes"])
-    )
+    file = PixelFile(folder / "pixels.u8", (count, options["channels"], options["size"], options["size"]))
+    labels = torch.from_numpy(np.load(folder / "labels.npy", allow_pickle=False))
+    return Images(pixels=file.pixels(), labels=labels, class_names=tuple(manifest["classes"]), file=file)
 
 
 @contextlib.contextmanager

@@ -1,28 +1,36 @@
-"""Where images come from. A source is a function `(config) -> Images`; a recipe names its entry here, or gives a path."""
+"""Where images come from. A source `(config) -> Images | Pile` gives a set, or a pile that is decoded once and kept.
 
+A recipe names an entry of the dict, or gives a path or the name of a Hugging Face set.
+"""
+
+import glob
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
-from ict.config import ConfigError, DataConfig, choose
+from ict.config import ConfigError, DataConfig, require, suggest
+from ict.data.archives import Tar, Zip
+from ict.data.arrays import Array
 from ict.data.cifar10 import load_cifar10
 from ict.data.digits import load_digits
-from ict.data.imagenet64 import load_imagenet64
+from ict.data.huggingface import PREFIX, HubSet
+from ict.data.imagenet64 import open_imagenet64
 from ict.data.images import Images
-from ict.data.prepare import Progress, load_pile
+from ict.data.pile import Folder, Part, Pile, is_zip
+from ict.data.prepare import Progress, open_prepared, prepare
 
-SOURCES: dict[str, Callable[[DataConfig], Images]] = {
+SOURCES: dict[str, Callable[[DataConfig], Images | Pile]] = {
     "digits": load_digits,
     "cifar10": load_cifar10,
-    "imagenet64": load_imagenet64,
+    "imagenet64": open_imagenet64,
 }
 
 
 def load_images(config: DataConfig, progress: Progress | None = None) -> Images:
     """The images that a recipe asks for, checked against the shape it announces."""
-    if is_path(config.source):
-        images = load_pile(config, progress)
-    else:
-        images = choose("data.source", config.source, SOURCES)(config)
+    found = open_source(config)
+    images = found if isinstance(found, Images) else open_prepared(prepare(found, config, progress))
     expected = (config.channels, config.image_size, config.image_size)
     if images.shape != expected:
         raise ConfigError(
@@ -37,6 +45,48 @@ def load_images(config: DataConfig, progress: Progress | None = None) -> Images:
     return images
 
 
+def open_source(config: DataConfig) -> Images | Pile:
+    """What a recipe's source means."""
+    source = config.source
+    if source.startswith(PREFIX):
+        rows = HubSet.open(source, config.split)
+        return Pile(source=source, parts=[rows], classes=rows.classes)
+    if is_path(source):
+        require(config.split == "train", f"data.split = {config.split!r}: {source} is not divided; leave it out")
+        return Pile(source=source, parts=[open_part(path) for path in expand(source)])
+    require(
+        source in SOURCES,
+        f"data.source = {source!r}: there is no {source}, and no set of that name{suggest(source, SOURCES)}; "
+        f"give a path, hf:owner/name, or one of {', '.join(SOURCES)}",
+    )
+    return SOURCES[source](config)
+
+
 def is_path(source: str) -> bool:
     """Whether a source is given by where it is, not by its name."""
     return source not in SOURCES and (any(sign in source for sign in "/\\.*{~") or Path(source).exists())
+
+
+def open_part(path: Path) -> Part:
+    if path.is_dir():
+        return Folder(root=path)
+    if is_zip(path):
+        return Zip(path=path)
+    return Array(path=path) if path.suffix.lower() in (".npy", ".npz") else Tar(path=path)
+
+
+def expand(source: str) -> list[Path]:
+    """Paths that a source means; {000..127} counts, * matches."""
+    counted = re.search(r"\{(\d+)\.\.(\d+)\}", source)
+    if counted:
+        first, last, width = int(counted[1]), int(counted[2]), len(counted[1])
+        names = [source.replace(counted[0], f"{i:0{width}d}") for i in range(first, last + 1)]
+    elif any(sign in source for sign in "*?") and not Path(source).expanduser().exists():
+        names = sorted(glob.glob(os.path.expanduser(source)))
+    else:
+        names = [source]
+    paths = [Path(name).expanduser() for name in names]
+    missing = [path for path in paths if not path.exists()]
+    if missing or not paths:
+        raise ConfigError(f"data.source: there is no {missing[0] if missing else source}")
+    return paths

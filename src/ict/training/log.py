@@ -32,11 +32,12 @@ def check_finite(state: TrainState, *figures: float) -> None:
 class RunLog:
     """Appends to RUN/log.jsonl every `every` steps. Two runs of one seed differ only in the fields about time."""
 
-    TIMES = ("seconds", "images_per_second")
+    TIMES = ("seconds", "images_per_second", "data_wait")
 
     def __init__(self, path: Path, *, every: int, batch: int):
         self.path, self.every, self.batch = path, every, batch
         self.since = time.monotonic()
+        self.waited = 0.0  # of this process, at the last line
         self.clear()
 
     def clear(self) -> None:
@@ -68,10 +69,11 @@ class RunLog:
             "lr": state.lr,
             "seconds": round(state.seconds, 3),
             "images_per_second": round(self.count * self.batch / max(1e-9, now - self.since), 1),
+            "data_wait": round((state.waited - self.waited) / max(1e-9, now - self.since), 5),
         }
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        self.since = now
+        self.since, self.waited = now, state.waited
         self.clear()
         check_finite(state, record["loss"], record["gradient"])
         return record

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ict.config import Config
 from ict.data import Images, batch_indices, flip_mask, to_float
+from ict.data.feed import open_feed
 from ict.model import ConsistencyModel
 from ict.objectives import Step, build_objective
 from ict.training.budget import Budget
@@ -30,6 +31,7 @@ class TrainState:
     gradient: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))  # its gradient's norm
     stats: dict[str, float] = field(default_factory=dict)
     lr: float = 0.0
+    waited: float = 0.0  # seconds that this process has waited for data
     done: int = 0  # progress is done / total
     total: int = 1
 
@@ -45,46 +47,55 @@ def train(config: Config, state: TrainState, images: Images, budget: Budget) -> 
     training, model, optimiser = config.training, state.model, state.optimiser
     objective = build_objective(config)
     device = model.device
-    images = images.to(device)
+    feed = open_feed(
+        images,
+        lambda step: batch_indices(step, batch=training.batch, count=len(images), seed=config.seed),
+        device,
+        kind=config.data.feed,
+    )
     samples = torch.arange(training.batch, device=device)
     started = time.monotonic() - state.seconds
     model.train()
 
-    while not budget.finished(state.step, state.seconds):
-        state.done, state.total = budget.progress(state.step, state.seconds)
-        state.lr = learning_rate(training, state.done / state.total)
-        for group in optimiser.param_groups:
-            group["lr"] = state.lr
+    try:
+        while not budget.finished(state.step, state.seconds):
+            state.done, state.total = budget.progress(state.step, state.seconds)
+            state.lr = learning_rate(training, state.done / state.total)
+            for group in optimiser.param_groups:
+                group["lr"] = state.lr
 
-        indices = batch_indices(state.step, batch=training.batch, count=len(images), seed=config.seed).to(device)
-        state.loss = torch.zeros((), device=device)
-        optimiser.zero_grad(set_to_none=True)
-        for piece in samples.chunk(training.accumulate):
-            x, labels = load_batch(config, images, indices[piece], piece, state.step)
-            place = Step(seed=config.seed, number=state.step, done=state.done, total=state.total, samples=piece)
-            loss = objective(model, x, labels, place)
-            share = loss.per_sample.sum() / training.batch
-            share.backward()
-            state.loss += share.detach()
-            state.stats = loss.stats
-        state.gradient = torch.nn.utils.get_total_norm(
-            [p.grad for p in model.parameters() if p.grad is not None], foreach=True
-        )
-        optimiser.step()
-        for average in state.averages:
-            average.update(model, state.step)
+            pixels, labels = feed.take(state.step)
+            state.waited = feed.waited
+            state.loss = torch.zeros((), device=device)
+            optimiser.zero_grad(set_to_none=True)
+            for piece in samples.chunk(training.accumulate):
+                x, y = load_batch(config, pixels[piece], labels[piece], piece, state.step)
+                place = Step(seed=config.seed, number=state.step, done=state.done, total=state.total, samples=piece)
+                loss = objective(model, x, y, place)
+                share = loss.per_sample.sum() / training.batch
+                share.backward()
+                state.loss += share.detach()
+                state.stats = loss.stats
+            state.gradient = torch.nn.utils.get_total_norm(
+                [p.grad for p in model.parameters() if p.grad is not None], foreach=True
+            )
+            optimiser.step()
+            for average in state.averages:
+                average.update(model, state.step)
 
-        state.step += 1
-        state.seconds = time.monotonic() - started
-        yield state
+            state.step += 1
+            state.seconds = time.monotonic() - started
+            yield state
+    finally:
+        feed.close()
 
 
 def load_batch(
-    config: Config, images: Images, indices: Tensor, samples: Tensor, step: int
+    config: Config, pixels: Tensor, labels: Tensor, samples: Tensor, step: int
 ) -> tuple[Tensor, Tensor | None]:
     """Images as float32 in [-1, 1], mirrored where the draw says so, and their labels where the recipe uses them."""
-    x = to_float(images.pixels[indices])
+    x = to_float(pixels)
     if config.data.flip:
         mirrored = flip_mask(samples, seed=config.seed, step=step)
         x = torch.where(mirrored[:, None, None, None], x.flip(-1), x)
-    return x, images.labels[indices] if config.data.classes else None
+    return x, labels if config.data.classes else None

@@ -1,0 +1,174 @@
+"""Images in a zip or a tar, read in place. A compressed tar is read from front to back, an uncompressed one anywhere.
+
+In a tar, a file beside an image with the same name and the ending .cls or .json gives its class, as WebDataset shards
+have it; else the folder does.
+"""
+
+import bz2
+import gzip
+import json
+import lzma
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from ict.config import ConfigError
+from ict.data.decode import ENDINGS
+from ict.data.pile import Entry, Listing, check_entry, label_of, stamp_of
+
+MAX_RATIO = 200  # of unpacked to packed size
+MAX_LABEL = 1 << 20  # bytes of a .cls or a .json
+OPENERS: dict[bytes, Callable[[Path], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+DAMAGE = (tarfile.TarError, zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, OSError, zlib.error,
+          lzma.LZMAError)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zip:
+    """A zip archive."""
+
+    path: Path
+
+    def stamp(self) -> str:
+        return stamp_of(self.path)
+
+    def count(self) -> int | None:
+        return sum(1 for _ in self.members())
+
+    def members(self) -> list[zipfile.ZipInfo]:
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                listed = archive.infolist()
+        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+            raise ConfigError(f"data.source: {self.path} is damaged or not a .zip ({error})") from error
+        return [one for one in listed if not one.is_dir() and one.filename.lower().endswith(ENDINGS)]
+
+    def entries(self) -> Listing:
+        names: set[str] = set()
+        for member in self.members():
+            entry = Entry(member.filename, str(self.path), member.file_size, label=label_of(member.filename))
+            ratio = member.file_size // max(1, member.compress_size)
+            if member.flag_bits & 1:
+                yield entry, "encrypted"
+            elif ratio > MAX_RATIO:
+                yield entry, f"unpacks to {ratio} times its size"
+            else:
+                yield entry, check_entry(entry, names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tar:
+    """A tar archive, compressed or not."""
+
+    path: Path
+
+    def stamp(self) -> str:
+        return stamp_of(self.path)
+
+    def count(self) -> int | None:
+        return None  # it has no table of contents
+
+    def entries(self) -> Listing:
+        """Images up to the end, or up to where the archive is damaged: what comes after is lost, and said to be."""
+        found = 0
+        try:
+            for entry, reason in self.labelled():
+                found += 1
+                yield entry, reason
+        except DAMAGE as error:
+            if not found:
+                raise ConfigError(
+                    f"data.source: {self.path} is damaged or not a .tar, .tar.gz, .tar.bz2 or .tar.xz ({error})"
+                ) from error
+            yield Entry(self.path.name, str(self.path), 0), f"damaged after {found:,} images: {error}"
+
+    def labelled(self) -> Listing:
+        """Images with the class that a file beside them gives."""
+        sample: list[tuple[Entry, str | None]] = []
+        key, label = "", None
+        try:
+            for name, found, given in self.members():
+                if key_of(name) != key:
+                    yield from (with_label(one, label) for one in sample)
+                    sample, key, label = [], key_of(name), None
+                sample += [found] if found is not None else []
+                label = given or label
+        except DAMAGE:  # what came before the damage is good
+            yield from (with_label(one, label) for one in sample)
+            raise
+        yield from (with_label(one, label) for one in sample)
+
+    def members(self) -> Iterator[tuple[str, tuple[Entry, str | None] | None, str | None]]:
+        """Name of each member that matters, with its entry where it is an image, and the class where it holds one."""
+        names: set[str] = set()
+        packed = compression(self.path)
+        stream = Limited(packed(self.path), MAX_RATIO * max(self.path.stat().st_size, 1 << 16)) if packed else None
+        with tarfile.open(self.path, "r|" if packed else "r:", fileobj=stream) as archive:  # type: ignore
+            for member in archive:
+                name = member.name
+                if name.lower().endswith(ENDINGS) and not member.isdir():
+                    offset = None if packed else member.offset_data
+                    entry = Entry(name, str(self.path), member.size, offset, label_of(name))
+                    reason = check_entry(entry, names) if member.isreg() else "a link or a device, not a file"
+                    if packed and reason is None:
+                        entry = replace(entry, content=read_member(archive, member))
+                    yield name, (entry, reason), None
+                elif name.endswith((".cls", ".json")) and member.isreg() and member.size <= MAX_LABEL:
+                    yield name, None, parse_label(name, read_member(archive, member))
+
+
+class Limited:
+    """A stream that refuses to become much longer than what it was unpacked from."""
+
+    def __init__(self, stream: IO[bytes], limit: int):
+        self.stream, self.left = stream, limit
+
+    def read(self, size: int) -> bytes:
+        data = self.stream.read(size)
+        self.left -= len(data)
+        if self.left < 0:
+            raise tarfile.ReadError(f"unpacks to more than {MAX_RATIO} times its size")
+        return data
+
+
+def compression(path: Path) -> Callable[[Path], Any] | None:
+    """How to open a compressed file, by its first bytes; None: it is not compressed."""
+    with path.open("rb") as file:
+        first = file.read(8)
+    return next((opener for magic, opener in OPENERS.items() if first.startswith(magic)), None)
+
+
+def read_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = archive.extractfile(member)
+    assert file is not None  # a regular file
+    data = file.read()
+    if len(data) != member.size:
+        raise tarfile.ReadError("unexpected end of data")
+    return data
+
+
+def key_of(name: str) -> str:
+    """What files of one sample share: everything before the first dot of the file's name."""
+    folder, slash, file = name.rpartition("/")
+    return folder + slash + file.partition(".")[0]
+
+
+def parse_label(name: str, data: bytes) -> str | None:
+    """The class that a .cls or a .json gives, if it does."""
+    try:
+        if name.endswith(".cls"):
+            return data.decode().strip() or None
+        fields = json.loads(data)
+        given = next((fields[key] for key in ("label", "class", "cls") if key in fields), None)
+        return None if given is None or isinstance(given, (dict, list)) else str(given)
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def with_label(found: tuple[Entry, str | None], label: str | None) -> tuple[Entry, str | None]:
+    entry, reason = found
+    return (entry if label is None else replace(entry, label=label)), reason
