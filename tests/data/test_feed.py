@@ -138,8 +138,7 @@ def test_a_hundred_thousand_images_in_half_a_gigabyte(tmp_path):
         import torch
         from ict.config import DataConfig
         from ict.data import batch_indices, load_images
-        from ict.data.images import PixelFile
-from ict.data.feed import open_feed
+        from ict.data.feed import open_feed
 
         def resident(pid):
             try:
