@@ -14,7 +14,7 @@ import torch
 
 from ict.cost import measure
 from ict.data import Images
-from ict.experiment import make_deterministic
+from ict.device import make_deterministic
 from ict.model import ModelSpec, build_model
 from ict.recipes import find_recipe, load_recipe
 from ict.training.budget import Budget

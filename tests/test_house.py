@@ -11,8 +11,8 @@ SOURCE = ROOT / "src" / "ict"
 
 # From docs/design.md: a room may import the rooms before it. The door may call anyone.
 ROOMS = [
-    "config", "recipes", "files", "download", "rng", "noise", "curriculum", "weighting", "distance", "nets", "model",
-    "objectives", "data", "training", "runfolder", "sampling", "pictures", "display", "editing", "evaluation",
+    "config", "recipes", "files", "download", "device", "rng", "noise", "curriculum", "weighting", "distance", "nets",
+    "model", "objectives", "data", "training", "runfolder", "sampling", "pictures", "display", "editing", "evaluation",
     "experiment", "cost", "info", "studies", "interop", "serve",
 ]  # fmt: skip
 DOOR = {"__init__", "__main__", "frontpage", "cli"}

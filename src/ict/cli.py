@@ -123,7 +123,7 @@ def sample(
 
     from rich.progress import Progress
 
-    from ict.experiment import pick_device
+    from ict.device import pick_device
     from ict.files import write_atomically
     from ict.pictures import comfortable_scale, grid, png
     from ict.sampling import check_count, load
@@ -153,6 +153,89 @@ def parse_sigmas(text: str) -> list[float]:
         return [float(one) for one in text.split(",")]
     except ValueError:
         raise ConfigError(f"--sigmas {text}: give numbers with commas between them, like 80,0.8") from None
+
+
+DataOption = Annotated[
+    str | None, typer.Option("--data", help="Real images: a path or a name; the run's own unless given.")
+]
+DataPathOption = Annotated[str, typer.Option(help="Where cifar10 or imagenet64 is, if not where the run had it.")]
+FeaturesOption = Annotated[
+    str | None, typer.Option(help="Compare by: inception (FID), digits, dinov2; what suits the data unless given.")
+]
+WeightsOption = Annotated[
+    Path | None, typer.Option("--weights", "--inception", help="Weights of the feature net, if not in the cache.")
+]
+
+
+@app.command("eval", help=COMMANDS["eval"])
+def eval_(
+    model: Annotated[Path | None, typer.Argument(help="A model file, or the folder of a run.")] = None,
+    images: Annotated[str | None, typer.Option(help="Score these saved images instead of a model.")] = None,
+    data: DataOption = None,
+    data_path: DataPathOption = "",
+    split: Annotated[str, typer.Option(help="Which part of the real images.")] = "train",
+    steps: Annotated[str, typer.Option(metavar="N,…", help="Network calls a sample; 1,2 scores both.")] = "1",
+    sigmas: Annotated[
+        str | None, typer.Option(metavar="S1,S2,…", help="Noise levels of the calls, instead of --steps.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="How many samples; the papers use 50,000.")] = 50_000,
+    repeats: Annotated[int, typer.Option(help="Repeat with so many seeds, and give mean and deviation.")] = 1,
+    seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    ema: Annotated[str | None, typer.Option(help="Which of the run's averages: a rate, several, or all.")] = None,
+    checkpoints: Annotated[bool, typer.Option("--checkpoints", help="Score every checkpoint of the run.")] = False,
+    features: FeaturesOption = None,
+    weights: WeightsOption = None,
+    batch: Annotated[int, typer.Option(help="Images computed at a time.")] = 250,
+    out: Annotated[Path | None, typer.Option(help="Where the scores go; eval.json of the run unless given.")] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    require((model is None) != (images is None), "give a model to score, or --images with saved ones")
+
+    from ict.evaluation.command import run_eval
+
+    averages = ema if ema in (None, "all") else parse_numbers("--ema", ema or "")
+    calls = tuple(int(one) if one == int(one) else 0 for one in parse_numbers("--steps", steps))
+    ladder = None if sigmas is None else tuple(parse_sigmas(sigmas))
+    run_eval(
+        model, images, data=data, data_path=data_path, split=split, steps=calls, sigmas=ladder, samples=samples,
+        repeats=repeats, seed=seed, ema=averages, checkpoints=checkpoints, features=features, weights=weights,
+        batch=batch, out=out, device=device,
+    )  # fmt: skip
+
+
+@app.command(help=COMMANDS["tune"])
+def tune(
+    model: Annotated[Path, typer.Argument(help="The folder of a run, or a model file.")],
+    data: DataOption = None,
+    data_path: DataPathOption = "",
+    split: Annotated[str, typer.Option(help="Which part of the real images.")] = "train",
+    steps: Annotated[int, typer.Option(help="Network calls a sample.")] = 2,
+    samples: Annotated[int, typer.Option(help="Samples of the fine search.")] = 10_000,
+    first: Annotated[int, typer.Option(help="Samples of the first, coarse look.")] = 5_000,
+    ema: Annotated[str | None, typer.Option(help="Averages to choose among: rates, or all.")] = None,
+    seed: Annotated[int, typer.Option(help="The seed of the samples.")] = 0,
+    features: FeaturesOption = None,
+    weights: WeightsOption = None,
+    batch: Annotated[int, typer.Option(help="Images computed at a time.")] = 250,
+    write: Annotated[Path | None, typer.Option(help="Write the best model with its level to this file.")] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    require(write is None or write.suffix == ".safetensors", f"--write {write}: name a .safetensors file")
+
+    from ict.evaluation.command import run_tune
+
+    averages = ema if ema in (None, "all") else parse_numbers("--ema", ema or "")
+    run_tune(
+        model, data=data, data_path=data_path, split=split, steps=steps, samples=samples, first=first, ema=averages,
+        seed=seed, features=features, weights=weights, batch=batch, write=write, device=device,
+    )  # fmt: skip
+
+
+def parse_numbers(option: str, text: str) -> list[float]:
+    try:
+        return [float(one) for one in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option} {text}: give numbers with commas between them") from None
 
 
 @app.command(help=COMMANDS["report"])
@@ -247,24 +330,32 @@ def data_inspect(
         print(f"contact sheet: {out}")
 
 
-@data.command("get", help="Download a public set into the cache, and check it: cifar10.")
+@data.command("get", help="Download a public set or file into the cache, and check it: cifar10, inception.")
 def data_get(
-    name: Annotated[str, typer.Argument(help="cifar10.")],
+    name: Annotated[str, typer.Argument(help="cifar10, or inception (the weights that FID needs).")],
     url: Annotated[str | None, typer.Option("--from", help="Another place of the same file.")] = None,
 ) -> None:
-    require(name == "cifar10", f"{name!r} cannot be brought: choose from cifar10")
+    require(name in ("cifar10", "inception"), f"{name!r} cannot be brought: choose from cifar10, inception")
 
-    from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
+    from ict.display import DownloadProgress
+    from ict.download import fetch
+    from ict.files import cache_home
+
+    if name == "inception":
+        from ict.evaluation.inception import WEIGHTS
+
+        place = cache_home() / Path(WEIGHTS.url).name
+        with DownloadProgress(name, WEIGHTS.size) as progress:
+            fetch(WEIGHTS, place, url=url, progress=progress)
+        print(f"the Inception of FID, checked: {place}")
+        return
 
     from ict.data import cifar10
-    from ict.download import fetch
 
     archive = cifar10.home().with_name("cifar-10-binary.tar.gz")
     if not cifar10.is_home():
-        with Progress(*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn(), transient=True,
-                      disable=not sys.stdout.isatty()) as bar:  # fmt: skip
-            task = bar.add_task("cifar10", total=cifar10.ARCHIVE.size)
-            fetch(cifar10.ARCHIVE, archive, url=url, progress=lambda done, _: bar.update(task, completed=done))
+        with DownloadProgress(name, cifar10.ARCHIVE.size) as progress:
+            fetch(cifar10.ARCHIVE, archive, url=url, progress=progress)
         cifar10.unpack(archive, cifar10.home())
         archive.unlink()
     print(f"60,000 images, checked: {cifar10.home()}")

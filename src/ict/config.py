@@ -226,6 +226,22 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """[evaluation] Scores on the way; the model with the best one is kept as best.safetensors."""
+
+    times: int = 0  # how often in a run, evenly spread, the last time at its end
+    samples: int = 10_000
+    steps: int = 1  # network calls a sample
+    features: str = ""  # what images are compared by: inception unless given; for the digits their own
+    weights: str = ""  # where its weights are, if not in the cache
+
+    def __post_init__(self) -> None:
+        require(0 <= self.times <= 1000, f"evaluation.times = {self.times}: use 0 (never) to 1000")
+        require(self.samples >= 2, f"evaluation.samples = {self.samples}: use at least 2")
+        require(self.steps >= 1, f"evaluation.steps = {self.steps}: use at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole recipe."""
 
@@ -238,6 +254,7 @@ class Config:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**63, f"seed = {self.seed}: use a whole number from 0 to 2^63 - 1")

@@ -6,7 +6,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from ict.training.loop import TrainState
 
@@ -74,9 +82,9 @@ class TrainingDisplay(Bar):
 
 
 class DataProgress(Bar):
-    """A bar for images that are being decoded; called with how many of how many are done."""
+    """A bar for images that are being worked on; called with how many of how many are done."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: str = "decoding images", *, total: int | None = None) -> None:
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -85,7 +93,19 @@ class DataProgress(Bar):
             transient=True,
             disable=not sys.stdout.isatty(),
         )
-        self.task = self.bar.add_task("decoding images", total=None)
+        self.task = self.bar.add_task(text, total=total)
 
     def __call__(self, done: int, total: int | None) -> None:
+        self.bar.update(self.task, completed=done, total=total)
+
+
+class DownloadProgress(Bar):
+    """A bar for a file that is on its way; called with how many of how many bytes have come."""
+
+    def __init__(self, name: str, size: int) -> None:
+        columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
+        self.bar = Progress(*columns, transient=True, disable=not sys.stdout.isatty())
+        self.task = self.bar.add_task(name, total=size)
+
+    def __call__(self, done: int, total: int) -> None:
         self.bar.update(self.task, completed=done, total=total)

@@ -1,8 +1,9 @@
 """One run from recipe to report: hangs log, samples, checkpoints and the page on the loop's yield."""
 
-import os
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -10,7 +11,13 @@ from rich.text import Text
 
 from ict.config import Config, ConfigError, require
 from ict.data import Images, load_images
+from ict.device import make_deterministic, pick_device
 from ict.display import DataProgress, LastingConsole, TrainingDisplay, format_time
+from ict.evaluation.evaluate import Plan as ScorePlan
+from ict.evaluation.evaluate import evaluate
+from ict.evaluation.features import open_features, usual_features
+from ict.evaluation.judge import Judge
+from ict.evaluation.records import IN_TRAINING, add_record, main_scores, read_records, same_measure, show_number
 from ict.evaluation.report import write_report
 from ict.files import step_name, write_atomically
 from ict.model import ModelSpec, build_model, pack_model
@@ -39,6 +46,7 @@ class Run:
     budget: Budget
     log: RunLog
     console: Console
+    judge: Judge | None = None  # scores the model on the way
     saved: int = 0  # step of the newest checkpoint
 
     def save(self) -> None:
@@ -52,7 +60,29 @@ class Run:
         """The first average as it is now."""
         model = build_model(self.spec)
         model.load_state_dict(self.state.averages[0].weights)
-        return Generator(model, self.spec).to(self.state.model.device)
+        return Generator(model, self.spec, self.origin()).to(self.state.model.device)
+
+    def origin(self) -> dict[str, Any]:
+        """Where the first average comes from."""
+        return {"run": self.config.name, "step": self.state.step, "ema": self.state.averages[0].decay}
+
+    def score(self) -> None:
+        """Score the first average; keep it if it is the best so far."""
+        assert self.judge is not None
+        wanted, path = self.config.evaluation, self.folder / "eval.json"
+        check_finite(self.state, self.state.loss.item(), self.state.gradient.item())
+        plan = ScorePlan(steps=(wanted.steps,), samples=wanted.samples)
+        (record,) = evaluate(self.generator(), self.judge, plan, name=IN_TRAINING)
+        name = self.judge.net.frechet
+        others = [old for old in read_records(path) if same_measure(old, record)]
+        add_record(path, record)
+        best = min((old["scores"][name] for old in others if old["step"] != self.state.step), default=math.inf)
+        better = record["scores"][name] < best
+        if better:
+            packed = pack_model(self.spec, self.state.averages[0].weights, self.origin())
+            write_atomically(self.folder / "best.safetensors", packed)
+        shown = " · ".join(f"{key} {show_number(key, value)}" for key, value in main_scores(record["scores"]).items())
+        self.say(f"step {self.state.step:,}: {shown}{' (the best so far)' if better else ''}")
 
     def snapshot(self) -> None:
         """Samples from the same noise every time, so that a row of snapshots shows one set of images appear."""
@@ -87,6 +117,7 @@ def run(
         images = load_images(config.data, progress)
     spec = ModelSpec.from_config(config, images.class_names)
     place = pick_device(device)
+    judge = open_judge(config, images, place) if config.evaluation.times else None
     if place.type == "cuda":
         make_deterministic(config.training.deterministic)
     state = new_state(config, build_model(spec, seed=config.seed).to(place))
@@ -100,14 +131,12 @@ def run(
         log.resume(found.manifest["extras"]["log"], state.step)
     this = Run(
         config=config, folder=folder, images=images, spec=spec, state=state, budget=budget, log=log,
-        console=console or LastingConsole(), saved=state.step,
+        console=console or LastingConsole(), saved=state.step, judge=judge,
     )  # fmt: skip
     announce(this, plan, found)
     follow(this, plan)
 
-    average = state.averages[0]
-    origin = {"run": config.name, "step": state.step, "ema": average.decay}
-    write_atomically(folder / "model.safetensors", pack_model(spec, average.weights, origin))
+    write_atomically(folder / "model.safetensors", pack_model(spec, state.averages[0].weights, this.origin()))
     write_report(folder, images)
     this.say(f"done in {format_time(state.seconds)}")
     for name in ("model.safetensors", "report.html"):
@@ -120,12 +149,15 @@ def follow(this: Run, plan: Plan) -> None:
     training, state, budget = this.config.training, this.state, this.budget
     done, total = budget.progress(state.step, state.seconds)
     first_step, first_done = state.step, done
+    scores = this.config.evaluation.times
     with TrainingDisplay(this.console) as display, Interrupt(this.say) as interrupt:
         for _ in train(this.config, state, this.images, budget):
             before, (done, total) = done, budget.progress(state.step, state.seconds)
             display.show(state, done / total, this.log.step(state))
             if before * training.snapshots // total < done * training.snapshots // total:
                 this.snapshot()
+            if before * scores // total < done * scores // total:
+                this.score()
             if state.step % training.save_every == 0:
                 this.save()
             if plan.timed and state.step == first_step + 20 and done > first_done:
@@ -136,6 +168,15 @@ def follow(this: Run, plan: Plan) -> None:
                 raise KeyboardInterrupt
     this.log.finish(state)
     this.save()
+
+
+def open_judge(config: Config, images: Images, device: torch.device) -> Judge:
+    """What a run is scored by on the way: everything that it needs is looked for before the run begins."""
+    wanted = config.evaluation
+    name = wanted.features or usual_features(config.data.source)
+    net = open_features(name, weights=Path(wanted.weights).expanduser() if wanted.weights else None, device=device)
+    with DataProgress("looking at the real images", total=len(images)) as progress:
+        return Judge.of(images, net, samples=wanted.samples, progress=lambda done: progress(done, len(images)))
 
 
 def rehearse(config: Config, state: TrainState, images: Images) -> None:
@@ -178,23 +219,3 @@ def announce(this: Run, plan: Plan, found: Found | None) -> None:
     then, now = found.manifest["made_with"], surroundings(this.state)
     changed = ", ".join(f"{key} {then.get(key)} then and {now[key]} now" for key in now if then.get(key) != now[key])
     this.warn(changed and f"the run will not be equal to the bit to an unbroken one: {changed}")
-
-
-def make_deterministic(on: bool) -> None:
-    """Let a GPU use only kernels that give the same bits every time (a CPU always does), or any kernel."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    torch.use_deterministic_algorithms(on)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore  # nothing here reads unwritten memory
-    torch.backends.cudnn.benchmark = not on
-
-
-def pick_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device {name} cannot be used here ({str(error).splitlines()[0]}): try cpu") from error
-    return device

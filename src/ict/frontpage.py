@@ -5,6 +5,8 @@ import sys
 COMMANDS = {
     "train": "Train a recipe and write its model, log, samples and report.",
     "sample": "Draw images from a trained model.",
+    "eval": "Score a model, or saved images: FID, KID, precision, recall.",
+    "tune": "Find the best noise levels for two and more steps.",
     "report": "Write the page of a run again.",
     "data": "Inspect, prepare or bring a set of images.",
     "info": "Describe a recipe or a model file.",

@@ -1,9 +1,10 @@
 """The folder of a run: opened for a new run, emptied of an old one, or gone on with. What is not ours stays."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
-from ict.config import BOUNDS, Config, ConfigError, require, to_dict
+from ict.config import BOUNDS, Config, ConfigError, EvaluationConfig, require, to_dict
 from ict.files import holds_run, list_checkpoints, list_snapshots, remove, step_of, write_atomically
 from ict.recipes import to_toml
 from ict.training.budget import Budget
@@ -37,7 +38,7 @@ MARK = b"# Written by ict: the whole recipe of the run in this folder.\n\n"
 
 def leftovers(folder: Path, *, overwrite: bool) -> list[Path]:
     """What a new run has to delete first: of a run, and only when asked. What is not of a run is refused."""
-    names = ("recipe.toml", "log.jsonl", "model.safetensors", "report.html")
+    names = ("recipe.toml", "log.jsonl", "model.safetensors", "best.safetensors", "eval.json", "report.html")
     files = [folder / name for name in names if (folder / name).exists()]
     if holds_run(folder):
         require(
@@ -69,6 +70,7 @@ FREE = {
     "about",
     "data.path",
     "data.feed",
+    *(f"evaluation.{key.name}" for key in dataclasses.fields(EvaluationConfig)),
     *(f"training.{key}" for key in (*BOUNDS, "accumulate", "log_every", "save_every", "snapshots", "keep")),
 }
 

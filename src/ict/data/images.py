@@ -1,5 +1,6 @@
 """A set of images in memory, and the two scales a pixel lives on: uint8 [0, 255] and float32 [-1, 1]."""
 
+import hashlib
 import mmap
 import os
 from dataclasses import dataclass
@@ -59,6 +60,14 @@ class Images:
     def describe(self) -> str:
         channels, height, width = self.shape
         return f"{height}×{width} pixels, {'grey' if channels == 1 else 'colour'}"
+
+    def checksum(self) -> str:
+        """SHA-256 of the pixels."""
+        digest = hashlib.sha256(repr(self.pixels.shape).encode())
+        for block in self.pixels.split(1024):
+            digest.update(block.cpu().contiguous().numpy())  # type: ignore
+            self.forget()
+        return digest.hexdigest()
 
     def gather(self, indices: Tensor, out: Tensor) -> None:
         """Copy some images to `out`, in memory; of a file, nothing else is read."""

@@ -15,6 +15,8 @@ from ict.config import Config
 from ict.data import Images, to_uint8
 from ict.display import format_time
 from ict.evaluation.chart import Chart
+from ict.evaluation.records import read_records
+from ict.evaluation.scoreboard import score_section
 from ict.files import list_snapshots, step_of, write_atomically
 from ict.pictures import comfortable_scale, grid, png
 from ict.recipes import load_recipe
@@ -44,6 +46,7 @@ def write_report(run: Path, images: Images) -> Path:
         columns="Each column is one class. " if generator.spec.class_names else "",
         enlarged=f"Shown {scale} times enlarged." if scale > 1 else "",
         sigma_mid=f"{generator.spec.sigma_mid:g}",
+        scores=score_section(read_records(run / "eval.json"), config.data.source),
         nearest=nearest_panel(one_step, images),
         film=film_strip(run, records),
         charts=charts(records),

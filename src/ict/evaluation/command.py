@@ -1,0 +1,205 @@
+"""What `ict eval` and `ict tune` do, from paths and options to tables."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from ict.config import ConfigError, DataConfig, require
+from ict.data import Images, load_images
+from ict.data.prepare import read_manifest
+from ict.device import pick_device
+from ict.display import DataProgress
+from ict.evaluation.evaluate import Plan, data_of, evaluate, evaluate_images, load_models, run_of
+from ict.evaluation.features import open_features, usual_features
+from ict.evaluation.judge import Judge
+from ict.evaluation.records import Record, add_record, main_scores, published_rows, with_spread
+from ict.evaluation.report import write_report
+from ict.evaluation.tune import tune
+from ict.files import write_atomically
+from ict.model import pack_model
+from ict.sampling import Generator
+
+Averages = Sequence[float] | str | None
+
+
+def open_judge(
+    config: DataConfig, *, features: str | None, weights: Path | None, device: torch.device, samples: int | None
+) -> Judge:
+    """The feature net first: without its weights nothing need be decoded or drawn."""
+    net = open_features(features or usual_features(config.source), weights=weights, device=device)
+    with DataProgress() as progress:
+        real = load_images(replace(config, classes=0), progress)
+    samples = net.dimension + 1 if samples is None else samples
+    with DataProgress("looking at the real images", total=len(real)) as progress:
+        return Judge.of(real, net, samples=samples, progress=lambda done: progress(done, len(real)))
+
+
+def run_eval(
+    model: Path | None,
+    images: str | None,
+    *,
+    data: str | None,
+    data_path: str,
+    split: str,
+    features: str | None,
+    weights: Path | None,
+    device: str,
+    ema: Averages,
+    checkpoints: bool,
+    out: Path | None,
+    **plan: Any,
+) -> None:
+    place = pick_device(device)
+    console = Console()
+    if images is not None:
+        config, saved = saved_images(images, data, data_path, split)
+        judge = open_judge(config, features=features, weights=weights, device=place, samples=len(saved))
+        with DataProgress("looking at the images", total=len(saved)) as progress:
+            record = evaluate_images(saved, judge, name=images, progress=lambda done: progress(done, len(saved)))
+        if out is not None:
+            add_record(out, record)
+        show(console, [record], config.source, judge)
+        return
+    assert model is not None
+    wanted = Plan(**plan)
+    models = load_models(model, ema=ema, checkpoints=checkpoints, device=place)
+    name, generator = next(models)
+    config = data_of(model, data, data_path, split, generator)
+    judge = open_judge(config, features=features, weights=weights, device=place, samples=wanted.samples)
+    path = out or (run_of(model) or model.parent) / "eval.json"
+    records: list[Record] = []
+    with Progress(transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=wanted.samples)
+        while True:
+            for record in evaluate(
+                generator, judge, wanted, name=name,
+                progress=lambda text, done, name=name: bar.update(task, description=f"{name}: {text}", completed=done),
+            ):  # fmt: skip
+                add_record(path, record)
+                records.append(record)
+            following = next(models, None)
+            if following is None:
+                break
+            name, generator = following
+    show(console, records, config.source, judge)
+    print(f"scores: {path}")
+    run = run_of(model)
+    if run is not None and out is None and (run / "log.jsonl").is_file():
+        print(f"page: {write_report(run, judge.images)}")
+
+
+def saved_images(images: str, data: str | None, data_path: str, split: str) -> tuple[DataConfig, Images]:
+    """Saved images as they are, and the real ones at the same size."""
+    require(data is not None, "--data: say which real images to compare with")
+    assert data is not None
+    sizes = {"digits": (8, 1), "cifar10": (32, 3), "imagenet64": (64, 3)}
+    if data in sizes:
+        size, channels = sizes[data]
+    else:
+        size, channels = size_of(images), 3
+    config = DataConfig(source=data, path=data_path, split=split, image_size=size, channels=channels)
+    with DataProgress() as progress:
+        saved = load_images(DataConfig(source=images, image_size=size, channels=channels), progress)
+    shapes = {tuple(found) for found in extremes(saved)}
+    require(
+        shapes <= {(size, size)},
+        f"--images {images} has images of {', '.join(f'{w}×{h}' for w, h in sorted(shapes))} pixels, the real ones "
+        f"have {size}×{size}: a score of resized images means nothing; save them at that size",
+    )
+    return config, saved
+
+
+def size_of(images: str) -> int:
+    """The size of saved images, for a real set that has none of its own."""
+    first = load_images(DataConfig(source=images, image_size=64, channels=3))
+    (width, height), *_ = extremes(first)
+    require(width == height, f"--images {images}: {width}×{height} pixels; square images can be compared")
+    return width
+
+
+def extremes(images: Images) -> list[tuple[int, int]]:
+    """Widths and heights that the images of a pile had: the smallest and the largest."""
+    if images.file is None:
+        return [images.shape[2:0:-1]]  # type: ignore
+    sizes = read_manifest(images.file.path.parent)["sizes"]
+    return [tuple(sizes["smallest"]), tuple(sizes["largest"]), tuple(sizes["common"][0])]
+
+
+def show(console: Console, records: list[Record], source: str, judge: Judge) -> None:
+    """A table of scores, with the paper's beside them where it has any."""
+    names = list(dict.fromkeys(name for record in records for name in main_scores(record["scores"])))
+    suffix = f"-{judge.net.name}"  # said once, below the table
+    table = Table("model", "step", "EMA", "calls", *(name.removesuffix(suffix) for name in names), box=None)
+    for record in records:
+        step = "" if record["step"] is None else f"{record['step']:,}"
+        ema = "" if record["ema"] is None else str(record["ema"])
+        cells = [Text(record["model"]), step, ema, str(len(record["sigmas"]) or "–")]
+        table.add_row(*cells, *(with_spread(name, record["scores"], subsets=False) for name in names))
+    for name, calls, scores in published_rows(source, names):
+        table.add_row(
+            f"{name}, published", "", "", str(calls), *(with_spread(one, scores) for one in names), style="dim"
+        )
+    console.print(table)
+    samples = records[0]["samples"]
+    few = judge.net.name == "inception" and samples < 50_000
+    console.print(
+        f"{samples:,} samples against {len(judge.images):,} real images, by the features of {judge.net.name}"
+        + ("; fewer than the papers' 50,000, so FID is biased upwards" if few else ""),
+        style="dim",
+        highlight=False,
+    )
+
+
+def run_tune(
+    model: Path,
+    *,
+    data: str | None,
+    data_path: str,
+    split: str,
+    steps: int,
+    samples: int,
+    first: int,
+    ema: Averages,
+    seed: int,
+    features: str | None,
+    weights: Path | None,
+    batch: int,
+    write: Path | None,
+    device: str,
+) -> None:
+    place, console = pick_device(device), Console()
+    require(write is None or steps == 2, "--write keeps the level of two steps: leave it out, or use --steps 2")
+    judge: Judge | None = None
+    best: tuple[float, list[float], Generator] | None = None
+    for name, generator in load_models(model, ema=ema, checkpoints=False, device=place):
+        if judge is None:
+            config = data_of(model, data, data_path, split, generator)
+            judge = open_judge(config, features=features, weights=weights, device=place, samples=min(first, samples))
+        label = judge.net.frechet
+
+        def say(sigma: float, score: float, count: int, label: str = label) -> None:
+            console.print(f"  σ = {sigma:8.4f}   {label} {score:8.3f}   ({count:,} samples)", highlight=False)
+
+        console.print(Text(f"{name}, EMA {generator.origin.get('ema')}"))
+        sigmas, score = tune(
+            generator, judge, steps=steps, samples=samples, first=first, seed=seed, batch=batch, say=say
+        )
+        console.print(f"  best: {', '.join(f'{s:.4f}' for s in sigmas)}   {label} {score:.3f}", highlight=False)
+        if best is None or score < best[0]:
+            best = (score, sigmas, generator)
+    if best is None:
+        raise ConfigError(f"{model} holds no model")
+    score, sigmas, generator = best
+    levels = ",".join(f"{sigma:.4f}".rstrip("0").rstrip(".") for sigma in sigmas)
+    print(f"best: EMA {generator.origin.get('ema')}, --sigmas {levels}")
+    if write is not None:
+        spec = replace(generator.spec, sigma_mid=sigmas[-1])
+        write_atomically(write, pack_model(spec, generator.model.cpu().state_dict(), generator.origin))
+        print(f"model with that level: {write}")

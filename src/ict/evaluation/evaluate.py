@@ -1,0 +1,139 @@
+"""`ict eval`: which models, how many samples, against what; one record for each."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ict.config import ConfigError, DataConfig, require
+from ict.data import Images
+from ict.evaluation.judge import Judge, summary
+from ict.evaluation.records import Record
+from ict.files import list_checkpoints, step_of
+from ict.recipes import load_recipe
+from ict.sampling import Generator, load
+from ict.training.checkpoint import check_checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is drawn from each model."""
+
+    steps: tuple[int, ...] = (1,)
+    sigmas: tuple[float, ...] | None = None  # instead of steps
+    samples: int = 50_000
+    seed: int = 0
+    repeats: int = 1
+    batch: int = 250
+
+    def __post_init__(self) -> None:
+        require(bool(self.steps) and min(self.steps) >= 1, f"--steps {self.steps}: use at least 1")
+        require(self.repeats >= 1, f"--repeats {self.repeats}: use at least 1")
+        require(self.batch >= 1, f"--batch {self.batch}: use at least 1")
+
+
+def run_of(model: Path) -> Path | None:
+    """The folder of the run that a model belongs to."""
+    for folder in (model, model.parent, model.parent.parent):
+        if (folder / "recipe.toml").is_file():
+            return folder
+    return None
+
+
+def data_of(model: Path | None, source: str | None, path: str, split: str, generator: Generator | None) -> DataConfig:
+    """The real images to compare with: those that were asked for, or those that the run learned from."""
+    run = run_of(model) if model is not None else None
+    learned = load_recipe(run / "recipe.toml").data if run is not None else None
+    if source is None:
+        require(learned is not None, "--data: say which real images to compare with")
+        assert learned is not None
+        return learned
+    same = learned is not None and learned.source == source
+    values: dict[str, Any] = {"source": source, "path": path or (learned.path if same and learned else "")}
+    if generator is not None:
+        values |= {"image_size": generator.spec.image_size, "channels": generator.spec.channels}
+    if learned is not None:
+        values |= {"fit": learned.fit, "background": learned.background}
+    return DataConfig(**values, split=split)
+
+
+def models_of(
+    model: Path, *, ema: Sequence[float] | str | None, checkpoints: bool
+) -> Iterator[tuple[Path, float | None]]:
+    """Paths and averages that `load` takes: one model, or all averages, or all checkpoints."""
+    places = list_checkpoints(model) if checkpoints else [model]
+    require(bool(places), f"{model} holds no checkpoints")
+    for place in places:
+        if ema == "all":
+            newest = [*list_checkpoints(place), place][-1 if checkpoints else 0]
+            try:
+                rates = check_checkpoint(newest)["recipe"]["training"]["ema"]
+            except (OSError, KeyError) as error:
+                raise ConfigError(f"{place} is no run with checkpoints: leave --ema out") from error
+            yield from ((place, rate) for rate in rates)
+        elif ema:
+            yield from ((place, float(rate)) for rate in ema)
+        else:
+            yield place, None
+
+
+def evaluate(
+    generator: Generator, judge: Judge, plan: Plan, *, name: str, progress: Callable[[str, int], object] | None = None
+) -> Iterator[Record]:
+    """Score one model as the plan says: a record for each number of steps."""
+    ladders = [list(plan.sigmas)] if plan.sigmas else [generator.ladder(steps) for steps in plan.steps]
+    for sigmas in ladders:
+        begun = time.perf_counter()
+        scores = []
+        for seed in range(plan.seed, plan.seed + plan.repeats):
+            text = f"{len(sigmas)} step{'s' * (len(sigmas) > 1)}, seed {seed}"
+            tell = None if progress is None else partial(progress, text)
+            scores.append(
+                judge.judge(generator, samples=plan.samples, sigmas=sigmas, seed=seed, batch=plan.batch, progress=tell)
+            )
+        yield {
+            "model": name,
+            "step": generator.origin.get("step"),
+            "ema": generator.origin.get("ema"),
+            "sigmas": [round(sigma, 6) for sigma in sigmas],
+            "samples": plan.samples,
+            "seeds": list(range(plan.seed, plan.seed + plan.repeats)),
+            **about(judge),
+            "scores": summary(scores),
+            "seconds": round(time.perf_counter() - begun, 1),
+        }
+
+
+def about(judge: Judge) -> dict[str, Any]:
+    """What every record says of its measure."""
+    return {
+        "features": judge.net.name,
+        "weights": judge.net.checksum,
+        "real": {"count": len(judge.images), "checksum": judge.images.checksum()},
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        "torch": torch.__version__,
+    }
+
+
+def evaluate_images(images: Images, judge: Judge, *, name: str, progress: Callable[[int], object] | None) -> Record:
+    """Score saved images."""
+    begun = time.perf_counter()
+    scores = judge.judge_images(images, progress=progress)
+    return {
+        "model": name, "step": None, "ema": None, "sigmas": [], "samples": len(images), "seeds": [], **about(judge),
+        "scores": scores, "seconds": round(time.perf_counter() - begun, 1),
+    }  # fmt: skip
+
+
+def load_models(
+    model: Path, *, ema: Sequence[float] | str | None, checkpoints: bool, device: torch.device
+) -> Iterator[tuple[str, Generator]]:
+    """Each model with a name that tells it apart within its run."""
+    for place, rate in models_of(model, ema=ema, checkpoints=checkpoints):
+        name = f"step {step_of(place):,}" if checkpoints else model.name
+        yield name, load(place, ema=rate, device=device)

@@ -1,0 +1,52 @@
+"""The part of a run's page that shows its scores."""
+
+import html
+
+from ict.evaluation.chart import Chart
+from ict.evaluation.records import Record, main_scores, published_rows, with_spread
+
+
+def score_section(records: list[Record], source: str) -> str:
+    """The scores of this run beside the paper's, and their curve over the checkpoints."""
+    if not records:
+        return ""
+    kinds = dict.fromkeys((record["features"], record["samples"]) for record in records)
+    tables = [score_table([r for r in records if (r["features"], r["samples"]) == kind], source) for kind in kinds]
+    return (
+        "<h2>Scores</h2>"
+        '<p class="note">Lower is better for Fréchet and kernel distances (FID, FD, KID, KD); precision is the share '
+        "of samples that look real, recall the share of the real images that the samples reach. <i>nearest</i> near or "
+        "above 1 and few <i>copies</i> say that the model does not repeat the set by heart.</p>" + "".join(tables)
+    )
+
+
+def score_table(records: list[Record], source: str) -> str:
+    """Records of one measure: a table, and a curve where several steps of the run were scored."""
+    names = list(dict.fromkeys(name for record in records for name in main_scores(record["scores"])))
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("model", "calls", *names))
+    rows = []
+    for record in sorted(records, key=lambda r: (r["step"] or 0, len(r["sigmas"]))):
+        step = "" if record["step"] is None else f", step {record['step']:,}"
+        cells = [f"{record['model']}{step}", str(len(record["sigmas"]) or "–")]
+        cells += [with_spread(name, record["scores"]) for name in names]
+        rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+    for name, calls, scores in published_rows(source, names):
+        cells = [f"{name} (published)", str(calls), *(with_spread(one, scores) for one in names)]
+        rows.append("".join(f'<td class="soft">{html.escape(cell)}</td>' for cell in cells))
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    about = f"{records[0]['samples']:,} samples, {records[0]['real']['count']:,} real images, {records[0]['features']}"
+    table = (
+        f'<div class="card wide"><h3>{html.escape(about)}</h3><table class="scores"><tr>{head}</tr>{body}</table></div>'
+    )
+    return table + score_curve(records, names[0])
+
+
+def score_curve(records: list[Record], name: str) -> str:
+    """The first score over the steps of the run, for one call an image."""
+    points = {
+        record["step"]: record["scores"][name] for record in records if record["step"] and len(record["sigmas"]) == 1
+    }
+    if len(points) < 2:
+        return ""
+    chart = Chart(xs=sorted(points), ys=[points[x] for x in sorted(points)], x_name="step", y_name=name, log=True)
+    return f'<div class="cards"><div class="card"><h3>{html.escape(name)} in one step</h3>{chart.svg()}</div></div>'
