@@ -1,6 +1,7 @@
 """Files from the network, only when asked for: resumed where they broke off, believed only after their checksum."""
 
 import hashlib
+import http.client
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -35,7 +36,7 @@ def fetch(what: Download, path: Path, *, url: str | None = None, progress: Progr
     place = url or what.url
     try:
         receive(place, partial, what.size, progress)
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise ConfigError(
             f"{place} cannot be brought ({reason}). What has come is kept: try again, or bring the file by another way "
@@ -62,8 +63,19 @@ def receive(url: str, partial: Path, size: int, progress: Progress | None) -> No
     request = urllib.request.Request(
         url, headers={"User-Agent": "ict", **({"Range": f"bytes={have}-"} if have else {})}
     )
-    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+    try:
+        opened = urllib.request.urlopen(request, timeout=PATIENCE)
+    except urllib.error.HTTPError as error:
+        if error.code == 416:  # what we have is not the beginning of what is there
+            partial.unlink()
+        raise
+    with opened as answer:
         continued = getattr(answer, "status", None) == 206
+        start = have if continued else 0
+        length = answer.headers.get("Content-Length")
+        if length is not None and start + int(length) != size:
+            partial.unlink(missing_ok=True)
+            raise ValueError(f"it announces {start + int(length):,} bytes instead of {size:,}")
         with partial.open("ab" if continued else "wb") as file:
             have = have if continued else 0
             while have <= size and (block := answer.read(BLOCK)):  # never much more than was announced

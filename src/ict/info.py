@@ -58,7 +58,7 @@ def describe_images(source: str, found: Inspection) -> Table:
     rows = {
         "source": source,
         "images": f"{len(found.images):,}, made into {found.images.describe()}",
-        "classes": ", ".join(f"{name or '(no folder)'} {count:,}" for name, count in found.classes.items()),
+        "classes": _classes(found.classes),
         "duplicates": f"{found.duplicates:,}",
         "pixels": f"mean {found.mean:.3f}, deviation {found.deviation:.3f} (in [-1, 1])",
         "refused": f"{len(found.refused):,}",
@@ -75,6 +75,17 @@ def describe_images(source: str, found: Inspection) -> Table:
     if found.warning:
         rows["warning"] = found.warning
     return _table(rows)
+
+
+def _classes(counts: dict[str, int]) -> str:
+    """How many, and the first of them with their numbers of images."""
+    first = ", ".join(f"{name or '(no folder)'} {count:,}" for name, count in list(counts.items())[:20])
+    return f"{len(counts):,}: {first}" + (", …" if len(counts) > 20 else "")
+
+
+def _printable(text: str) -> str:
+    """Without characters that would move the cursor or change colours."""
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 
 def _size(size: list[int]) -> str:
@@ -99,7 +110,7 @@ def _table(rows: dict[str, str]) -> Table:
     table.add_column(style="bold")
     table.add_column()
     for name, text in rows.items():
-        table.add_row(name, Text(text))  # not markup: names and paths may hold brackets
+        table.add_row(Text(_printable(name)), Text(_printable(text)))  # not markup: names may hold brackets
     return table
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import io
-import json
 import os
 import random
 import tarfile
@@ -23,6 +22,7 @@ import ict.data.prepare as prepare_module
 from ict.config import ConfigError, DataConfig
 from ict.data import load_images
 from ict.data.decode import Refused, Target, decode
+from ict.data.decoding import decode_chunk
 from ict.data.inspect import inspect
 from ict.data.pile import Pile
 from ict.data.prepare import is_prepared, open_prepared, read_manifest
@@ -371,8 +371,16 @@ def test_files_without_permission_are_refused_not_fatal(tmp_path, monkeypatch):
         return open(path, *arguments, **options)
 
     monkeypatch.setattr(pile_module, "open", guarded, raising=False)
-    manifest = read_manifest(prepare(data(folder)))
-    assert manifest["count"] == 4 and "Permission denied" in json.dumps(manifest["refused"])
+    entries = [entry for entry, _ in open_source(data(folder)).entries()]
+    outcomes, pixels = decode_chunk(entries, COLOUR)
+    assert len(pixels) == 4 * 3 * 8 * 8 and sum("Permission denied" in (reason or "") for _, reason, _ in outcomes) == 2
+
+
+def test_permissions_that_were_mended_make_a_new_set(tmp_path):
+    folder = make_folder(tmp_path / "pile")
+    first = prepare(data(folder))
+    (folder / "cats" / "0.png").chmod(0o600)
+    assert prepare(data(folder)) != first
 
 
 # --- looking at a set

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from ict.config import ConfigError
-from ict.data.decode import ENDINGS
-from ict.data.pile import Entry, Listing, check_entry, label_of, stamp_of
+from ict.data.pile import Entry, Listing, check_entry, is_image, label_of, stamp_of
 
 MAX_RATIO = 200  # of unpacked to packed size
-MAX_LABEL = 1 << 20  # bytes of a .cls or a .json
+MAX_LABEL = 1 << 20  # bytes of a .cls, a .json or a header
+BESIDE = 16  # images of one sample
 OPENERS: dict[bytes, Callable[[Path], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 DAMAGE = (tarfile.TarError, zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, OSError, zlib.error,
           lzma.LZMAError)  # fmt: skip
@@ -45,12 +45,13 @@ class Zip:
                 listed = archive.infolist()
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
             raise ConfigError(f"data.source: {self.path} is damaged or not a .zip ({error})") from error
-        return [one for one in listed if not one.is_dir() and one.filename.lower().endswith(ENDINGS)]
+        return [one for one in listed if is_image(one.filename) and not one.is_dir()]
 
     def entries(self) -> Listing:
         names: set[str] = set()
         for member in self.members():
-            entry = Entry(member.filename, str(self.path), member.file_size, label=label_of(member.filename))
+            name = member.filename
+            entry = Entry(name, str(self.path), member.file_size, member.header_offset, label_of(name))
             ratio = member.file_size // max(1, member.compress_size)
             if member.flag_bits & 1:
                 yield entry, "encrypted"
@@ -79,46 +80,75 @@ class Tar:
             for entry, reason in self.labelled():
                 found += 1
                 yield entry, reason
-        except DAMAGE as error:
+        except ConfigError:
+            raise
+        except Exception as error:  # a damaged archive may throw anything
             if not found:
                 raise ConfigError(
-                    f"data.source: {self.path} is damaged or not a .tar, .tar.gz, .tar.bz2 or .tar.xz ({error})"
+                    f"data.source: {self.path} is damaged or not a .tar, .tar.gz, .tar.bz2 or .tar.xz ({error!r})"
                 ) from error
             yield Entry(self.path.name, str(self.path), 0), f"damaged after {found:,} images: {error}"
 
     def labelled(self) -> Listing:
-        """Images with the class that a file beside them gives."""
-        sample: list[tuple[Entry, str | None]] = []
-        key, label = "", None
+        """Images with the class that a file beside them gives: one of the same name, or of the same sample."""
+        waiting: list[tuple[Entry, str | None]] = []
+        labels: dict[str, str] = {}
+        key = ""
         try:
             for name, found, given in self.members():
                 if key_of(name) != key:
-                    yield from (with_label(one, label) for one in sample)
-                    sample, key, label = [], key_of(name), None
-                sample += [found] if found is not None else []
-                label = given or label
-        except DAMAGE:  # what came before the damage is good
-            yield from (with_label(one, label) for one in sample)
+                    yield from (with_label(one, labels) for one in waiting)
+                    waiting, labels, key = [], {}, key_of(name)
+                if given is not None:
+                    labels[stem_of(name)] = given
+                if found is not None:
+                    waiting.append(found)
+                while len(waiting) > BESIDE:  # a name before the first dot that is not one of a sample
+                    yield with_label(waiting.pop(0), labels)
+        except Exception:  # what came before the damage is good
+            yield from (with_label(one, labels) for one in waiting)
             raise
-        yield from (with_label(one, label) for one in sample)
+        yield from (with_label(one, labels) for one in waiting)
 
     def members(self) -> Iterator[tuple[str, tuple[Entry, str | None] | None, str | None]]:
         """Name of each member that matters, with its entry where it is an image, and the class where it holds one."""
         names: set[str] = set()
         packed = compression(self.path)
         stream = Limited(packed(self.path), MAX_RATIO * max(self.path.stat().st_size, 1 << 16)) if packed else None
-        with tarfile.open(self.path, "r|" if packed else "r:", fileobj=stream) as archive:  # type: ignore
+        mode = "r|" if packed else "r:"
+        with tarfile.open(self.path, mode, fileobj=stream, tarinfo=Header) as archive:  # type: ignore
             for member in archive:
                 name = member.name
-                if name.lower().endswith(ENDINGS) and not member.isdir():
-                    offset = None if packed else member.offset_data
-                    entry = Entry(name, str(self.path), member.size, offset, label_of(name))
+                if member.size < 0:
+                    raise tarfile.ReadError("a member of negative size")
+                if is_image(name) and not member.isdir():
+                    there = not packed and not member.issparse()  # as it is, in one piece
+                    entry = Entry(
+                        name, str(self.path), member.size, member.offset_data if there else None, label_of(name)
+                    )
                     reason = check_entry(entry, names) if member.isreg() else "a link or a device, not a file"
-                    if packed and reason is None:
+                    if not there and reason is None:
                         entry = replace(entry, content=read_member(archive, member))
                     yield name, (entry, reason), None
-                elif name.endswith((".cls", ".json")) and member.isreg() and member.size <= MAX_LABEL:
-                    yield name, None, parse_label(name, read_member(archive, member))
+                elif name.lower().endswith((".cls", ".json")) and member.isreg() and member.size <= MAX_LABEL:
+                    yield name, None, parse_label(name.lower(), read_member(archive, member))
+
+
+class Header(tarfile.TarInfo):
+    """A tar's header that is right or an error: `tarfile` takes a wrong one for the end of the archive."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "Header":
+        try:
+            header = super().frombuf(buf, encoding, errors)
+        except tarfile.EOFHeaderError:  # type: ignore  # the mark at the end
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"a damaged header, or no mark at its end ({error})") from error
+        extra = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+        if header.size < 0 or (header.type in extra and header.size > MAX_LABEL):
+            raise tarfile.ReadError("a header of an impossible size")
+        return header  # type: ignore
 
 
 class Limited:
@@ -157,6 +187,12 @@ def key_of(name: str) -> str:
     return folder + slash + file.partition(".")[0]
 
 
+def stem_of(name: str) -> str:
+    """A name without its ending."""
+    folder, slash, file = name.rpartition("/")
+    return folder + slash + file.rpartition(".")[0]
+
+
 def parse_label(name: str, data: bytes) -> str | None:
     """The class that a .cls or a .json gives, if it does."""
     try:
@@ -169,6 +205,7 @@ def parse_label(name: str, data: bytes) -> str | None:
         return None
 
 
-def with_label(found: tuple[Entry, str | None], label: str | None) -> tuple[Entry, str | None]:
+def with_label(found: tuple[Entry, str | None], labels: dict[str, str]) -> tuple[Entry, str | None]:
     entry, reason = found
+    label = labels.get(stem_of(entry.name), labels.get(key_of(entry.name)))
     return (entry if label is None else replace(entry, label=label)), reason

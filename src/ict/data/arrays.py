@@ -1,7 +1,7 @@
 """Images in NumPy's .npy and .npz files, read block by block; a pickle inside is never opened."""
 
+import math
 import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,12 +11,13 @@ from typing import IO
 import numpy as np
 
 from ict.config import ConfigError, require
+from ict.data.archives import MAX_RATIO
 from ict.data.pile import Entry, Listing, stamp_of
 
-BLOCK = 256  # images read at a time
+BLOCK = 16 << 20  # bytes read at a time
+MAX_LABELS = 256 << 20  # bytes
 IMAGES = ("images", "data", "x", "x_train", "arr_0")  # names in an .npz, the first that is there
 LABELS = ("labels", "label", "y", "y_train", "arr_1")
-DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +59,10 @@ class Array:
                     "images: give uint8 from 0 to 255, [n, H, W], [n, H, W, C] or [n, C, H, W] in C order",
                 )
                 yield file, shape, self.layout(shape[1:])
-        except DAMAGE as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"{self.path} is damaged or not an array of images ({error})") from error
+        except ConfigError:
+            raise
+        except Exception as error:  # a damaged file may throw anything
+            raise ConfigError(f"{self.path} is damaged or not an array of images ({error!r})") from error
 
     def layout(self, shape: tuple[int, ...]):
         if len(shape) == 1 and self.planes is not None and shape[0] == np.prod(self.planes):
@@ -83,13 +84,18 @@ class Array:
         if self.path.suffix.lower() != ".npz":
             return None
         try:
+            with zipfile.ZipFile(self.path) as archive:
+                name = next((name for name in LABELS if f"{name}.npy" in archive.namelist()), None)
+                large = name is not None and archive.getinfo(f"{name}.npy").file_size > MAX_LABELS
+            require(not large, f"{self.path}: its labels are larger than {MAX_LABELS >> 20} MiB")
+            if name is None:
+                return None
             with np.load(self.path, allow_pickle=False) as file:
-                name = next((name for name in LABELS if name in file.files), None)
-                if name is None:
-                    return None
                 labels = file[name]
-        except DAMAGE as error:
-            raise ConfigError(f"{self.path} is damaged or not an array of images ({error})") from error
+        except ConfigError:
+            raise
+        except Exception as error:  # a damaged file may throw anything
+            raise ConfigError(f"{self.path} is damaged or not an array of images ({error!r})") from error
         require(labels.ndim == 1 and labels.dtype.kind in "iuU", f"{self.path}: labels must be [n], numbers or names")
         return labels
 
@@ -105,25 +111,32 @@ def open_array(path: Path, names: tuple[str, ...]) -> Iterator[tuple[IO[bytes], 
                 name is not None,
                 f"{path}: no array of images among {', '.join(inside[:9]) or 'nothing'}: name it {names[0]}",
             )
-            with archive.open(f"{name}.npy") as file:
-                yield file, *read_header(file)
+            member = archive.getinfo(f"{name}.npy")
+            ratio = member.file_size // max(1, member.compress_size)
+            require(ratio <= MAX_RATIO, f"{path}: {name} unpacks to {ratio} times its size")
+            with archive.open(member) as file:
+                yield file, *read_header(file, member.file_size)
     else:
         with path.open("rb") as file:
-            yield file, *read_header(file)
+            yield file, *read_header(file, path.stat().st_size)
 
 
-def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype, bool]:
+def read_header(file: IO[bytes], size: int) -> tuple[tuple[int, ...], np.dtype, bool]:
+    """Shape, dtype and order; a shape that the file cannot hold is an error, not an attempt."""
     version = np.lib.format.read_magic(file)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     shape, fortran, kind = read[version](file)
+    if math.prod(shape) * kind.itemsize > size or (shape and not math.prod(shape)):
+        raise EOFError(f"{list(shape)} numbers are not in {size:,} bytes")
     return shape, kind, fortran
 
 
 def read_blocks(file: IO[bytes], shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """uint8 [at most BLOCK, …] until all are read."""
-    one = int(np.prod(shape[1:]))
-    for start in range(0, shape[0], BLOCK):
-        count = min(BLOCK, shape[0] - start)
+    """uint8 [some, …] until all are read."""
+    one = math.prod(shape[1:])
+    block = max(1, BLOCK // one)
+    for start in range(0, shape[0], block):
+        count = min(block, shape[0] - start)
         data = file.read(count * one)
         if len(data) != count * one:
             raise EOFError(f"it ends after {start + len(data) // max(1, one):,} of {shape[0]:,} images")

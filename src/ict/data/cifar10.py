@@ -103,10 +103,12 @@ def parse(path: Path, data: bytes) -> np.ndarray:
             records = np.frombuffer(data, dtype=np.uint8).reshape(-1, RECORD)
         else:
             batch = {key if isinstance(key, str) else key.decode(): value for key, value in read_plain(data).items()}
-            labels = np.array(batch["labels"], dtype=np.uint8)
+            flat = isinstance(batch["labels"], list) and {type(label) for label in batch["labels"]} == {int}
+            labels = np.array(batch["labels"] if flat and len(batch["labels"]) == RECORDS else [], dtype=np.uint8)
             records = np.hstack([labels[:, None], as_array(batch["data"]).reshape(-1, PIXELS)])
-        assert len(records) == RECORDS and records[:, 0].max() < len(CLASSES)
-    except (ValueError, AssertionError, NotPlain, KeyError, AttributeError, TypeError, OverflowError) as error:
+        if len(records) != RECORDS or records[:, 0].max() >= len(CLASSES):
+            raise ValueError("another number of images, or another class")
+    except (ValueError, NotPlain, KeyError, AttributeError, TypeError, OverflowError) as error:
         raise ConfigError(
             f"{path} is damaged: it does not hold {RECORDS:,} images of 32×32 pixels with classes 0 to 9"
         ) from error

@@ -25,7 +25,8 @@ for plugin in PLUGINS:
         importlib.import_module(f"PIL.{plugin}ImagePlugin")
 WANTED = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "TGA", "AVIF", "JPEG2000")
 FORMATS = tuple(form for form in WANTED if form in Image.OPEN)
-ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".tga", ".avif", ".jp2")
+ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".tga", ".avif", ".jp2",
+           ".jfif", ".jpe", ".pnm", ".pbm", ".j2k", ".apng")  # fmt: skip
 
 # Pillow warns of every odd tag of every file; what matters is raised.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -105,16 +106,23 @@ def opaque(image: Image.Image, target: Target) -> Image.Image:
 
 
 def scaled_to_8_bits(image: Image.Image) -> Image.Image:
-    """16-bit grey by its upper byte; 32-bit and floating-point grey by its range."""
+    """16-bit grey by its upper byte; 32-bit and floating-point grey from 0 to 1, to 255, to 65535, or by its range."""
     import numpy as np
 
-    values = np.asarray(image).astype(np.float64)
-    if not np.isfinite(values).all():
+    values = np.asarray(image)
+    sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+    if not sixteen and not np.isfinite(values).all():
         raise Refused("pixels that are not finite numbers")
-    low, high = (0.0, 65535.0) if values.min() >= 0 and 255 < values.max() <= 65535 else (0.0, 255.0)
-    if values.min() < low or values.max() > high:
-        low, high = values.min(), max(values.max(), values.min() + 1)
-    return Image.fromarray(np.rint((values - low) * (255 / (high - low))).astype(np.uint8))
+    low, high = 0.0, 65535.0
+    if not sixteen:
+        least, most = float(values.min()), float(values.max())
+        tops = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
+        fitting = [top for top in tops if least >= 0 and most <= top]
+        low, high = (0.0, fitting[0]) if fitting else (least, max(most, least + 1))
+    result = np.empty(values.shape, dtype=np.uint8)
+    for row in range(0, len(values), 256):  # a large image in pieces: the sum of its copies should stay small
+        result[row : row + 256] = np.rint((values[row : row + 256].astype(np.float64) - low) * (255 / (high - low)))
+    return Image.fromarray(result)
 
 
 def square(image: Image.Image, target: Target) -> Image.Image:
@@ -126,4 +134,9 @@ def square(image: Image.Image, target: Target) -> Image.Image:
         left, top = (width - side) // 2, (height - side) // 2
         return image.resize(size, Image.Resampling.LANCZOS, box=(left, top, left + side, top + side))
     ground = target.background if image.mode == "L" else (target.background,) * 3
-    return ImageOps.pad(image, size, Image.Resampling.LANCZOS, color=ground)  # type: ignore
+    share = target.size / max(width, height)
+    inner = (max(1, round(width * share)), max(1, round(height * share)))  # never nothing of a thin image
+    padded = Image.new(image.mode, size, ground)
+    place = ((target.size - inner[0]) // 2, (target.size - inner[1]) // 2)
+    padded.paste(image.resize(inner, Image.Resampling.LANCZOS), place)
+    return padded

@@ -4,6 +4,7 @@ import os
 import pickle
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import IO
 
@@ -11,17 +12,20 @@ from ict.data.decode import Refused, Target, decode_planes
 from ict.data.pile import Entry, read_entry
 
 READY = b"ready"
+BEGUN = 1  # said before each image: who it was if this is the last that is heard
 
 # An image (its contents are dropped), why it was refused if it was, and its width and height.
 Outcome = tuple[Entry, str | None, tuple[int, int]]
 Chunk = tuple[list[Outcome], bytes]  # some images, and the pixels of those that were not refused
 
 
-def decode_chunk(chunk: list[Entry], target: Target) -> Chunk:
-    """The work itself."""
+def decode_chunk(chunk: list[Entry], target: Target, begun: Callable[[], object] | None = None) -> Chunk:
+    """The work itself; `begun` is called before each image."""
     outcomes: list[Outcome] = []
     pixels: list[bytes] = []
     for entry in chunk:
+        if begun is not None:
+            begun()
         reason, size = None, (0, 0)
         try:
             planes, size = decode_planes(read_entry(entry), target)
@@ -57,4 +61,4 @@ def main() -> None:
             chunk = pickle.load(questions)
         except EOFError:
             return
-        send(answers, decode_chunk(chunk, target))
+        send(answers, decode_chunk(chunk, target, begun=lambda: send(answers, BEGUN)))

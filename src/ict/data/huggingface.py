@@ -53,8 +53,17 @@ class HubSet:
                 yield Entry(name, "", 0), "no image in this row" if image is None else f"no class (label {number})"
                 continue
             label = names[number] if names is not None and number is not None else ""
-            data = image["bytes"]
-            yield Entry(name, image["path"] or "", len(data or b""), None, label, data), None
+            yield entry_of(name, label, image)
+
+
+def entry_of(name: str, label: str, image: dict[str, Any]) -> tuple[Entry, str | None]:
+    """An image in the set, or in a file beside it."""
+    if image["bytes"] is not None:
+        return Entry(name, image["path"] or "", len(image["bytes"]), None, label, image["bytes"]), None
+    path = Path(image["path"] or "")
+    if not path.is_file():
+        return Entry(name, str(path), 0), f"its file {path} is not there"
+    return Entry(name, str(path), path.stat().st_size, None, label), None
 
 
 def open_rows(name: str, split: str) -> Any:
@@ -63,12 +72,18 @@ def open_rows(name: str, split: str) -> Any:
         import datasets
     except ImportError as error:
         raise ConfigError("data.source = hf:… needs the datasets library: pip install 'ict[datasets]'") from error
-    name, _, configuration = name.partition("@")
-    folder = Path(name).expanduser()
+    folder, configuration = Path(name).expanduser(), ""
+    if not folder.exists():
+        name, _, configuration = name.partition("@")
+        folder = Path(name).expanduser()
     try:
         if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
             found = datasets.load_from_disk(str(folder))
-            return found[split] if isinstance(found, datasets.DatasetDict) else found
+            if isinstance(found, datasets.DatasetDict):
+                return found[split]
+            held = str(found.split or "train")
+            require(held == split, f"{folder} holds the split {held!r} alone")
+            return found
         place = str(folder) if folder.exists() else name
         return datasets.load_dataset(place, configuration or None, split=split)
     except Exception as error:  # the library throws many kinds, from deep inside

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
 
 from ict.data.decode import ENDINGS, MAX_BYTES, Refused
 
@@ -32,7 +32,7 @@ class Entry:
     name: str
     path: str  # the file itself, or the archive that holds it
     size: int
-    offset: int | None = None  # of a tar's member; None: a file of its own, or a zip's member
+    offset: int | None = None  # of a member of an archive; None: a file of its own
     label: str = ""
     content: "bytes | np.ndarray | None" = None  # what a stream brought along: it cannot be read again from its place
 
@@ -63,9 +63,9 @@ class Pile:
     classes: tuple[str, ...] | None = None  # where the source fixes them; else the labels that occur
 
     def fingerprint(self) -> str:
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(repr(self.classes).encode("utf-8", "replace"))
         for part in self.parts:
-            digest.update(part.stamp().encode("utf-8", "replace"))
+            digest.update(f"{type(part).__name__}\0{part.stamp()}\0".encode("utf-8", "replace"))
         return digest.hexdigest()
 
     def count(self) -> int | None:
@@ -80,7 +80,7 @@ class Pile:
 def stamp_of(path: Path) -> str:
     """Where a file is, its size and its time."""
     found = path.stat()
-    return f"{path.resolve()}\0{found.st_size}\0{found.st_mtime_ns}\n"
+    return f"{path.resolve()}\0{found.st_size}\0{found.st_mtime_ns}\0{found.st_ctime_ns}\n"
 
 
 @dataclass(kw_only=True)
@@ -109,7 +109,7 @@ class Folder:
         for entry, reason, _ in islice(self.walk(), len(self.kept), None) if self.found != len(self.kept) else ():
             yield entry, reason
 
-    def walk(self) -> Iterator[tuple[Entry, str | None, int]]:
+    def walk(self) -> Iterator[tuple[Entry, str | None, str]]:
         """Every image with the reason if it is refused, and when it was last written."""
         home, waiting = self.root.resolve(), [("", str(self.root))]  # folders: their names from the root, and paths
         while waiting:
@@ -120,26 +120,31 @@ class Folder:
             except OSError as error:
                 if not above:
                     raise
-                yield Entry(above, folder, 0), f"cannot be read ({error.strerror})", 0
+                yield Entry(above, folder, 0), f"cannot be read ({error.strerror})", ""
                 continue
             below = [one for one in found if one.is_dir(follow_symlinks=False)]
             waiting += [(f"{above}{one.name}/", one.path) for one in reversed(below)]
             for one in found:
+                name = f"{above}{one.name}"
                 if one.name.lower().endswith(ENDINGS) and not one.is_dir(follow_symlinks=False):
-                    yield look(f"{above}{one.name}", one, home)
+                    yield look(name, one, home)
+                elif one.is_symlink() and one.is_dir():
+                    yield Entry(f"{name}/", one.path, 0), "a link to a folder, which is not followed", ""
 
 
-def look(name: str, one: os.DirEntry[str], home: Path) -> tuple[Entry, str | None, int]:
+def look(name: str, one: os.DirEntry[str], home: Path) -> tuple[Entry, str | None, str]:
     """A file of a folder, why it is refused, and when it was last written."""
     try:
         found = one.stat()
         inside = not one.is_symlink() or Path(one.path).resolve().is_relative_to(home)
     except OSError as error:
-        return Entry(name, one.path, 0), f"cannot be read ({error.strerror})", 0
+        return Entry(name, one.path, 0), f"cannot be read ({error.strerror})", ""
     entry = Entry(name, one.path, found.st_size, label=label_of(name))
     if not stat.S_ISREG(found.st_mode):
-        return entry, "not a file", 0
-    return entry, check_size(entry) if inside else "a link that leads out of the folder", found.st_mtime_ns
+        return entry, "not a file", ""
+    # The second time also tells when permissions changed.
+    reason = check_size(entry) if inside else "a link that leads out of the folder"
+    return entry, reason, f"{found.st_mtime_ns}\0{found.st_ctime_ns}"
 
 
 def check_entry(entry: Entry, names: set[str]) -> str | None:
@@ -157,10 +162,23 @@ def check_size(entry: Entry) -> str | None:
     return f"larger than {MAX_BYTES >> 20} MiB" if entry.size > MAX_BYTES else None
 
 
+def is_image(name: str) -> bool:
+    """Whether a member of an archive is an image by its name; hidden ones are not."""
+    return name.lower().endswith(ENDINGS) and not any(is_hidden(part) for part in parts_of(name))
+
+
+def is_hidden(part: str) -> bool:
+    return part == "__MACOSX" or (part.startswith(".") and part not in (".", ".."))
+
+
+def parts_of(name: str) -> tuple[str, ...]:
+    return tuple(part for part in name.replace("\\", "/").split("/") if part not in ("", "."))
+
+
 def label_of(name: str) -> str:
     """The class of a file: the folder at the top of its path."""
-    top, slash, _ = name.removeprefix("./").partition("/")
-    return top if slash else ""
+    parts = parts_of(name)
+    return parts[0] if len(parts) > 1 else ""
 
 
 _opened = threading.local()
@@ -170,11 +188,17 @@ def is_zip(path: Path | str) -> bool:
     return str(path).lower().endswith(".zip")
 
 
-def open_zip(path: str) -> zipfile.ZipFile:
-    """A zip, opened once in each thread: its directory is read only once."""
-    if getattr(_opened, "path", None) != path:
-        _opened.path, _opened.archive = path, zipfile.ZipFile(path)
-    return _opened.archive
+def open_member(path: str, offset: int | None) -> IO[bytes]:
+    """A member of a zip, by its place: names may occur twice. The zip's directory is read once in each thread."""
+    found = os.stat(path)
+    key = (path, found.st_ino, found.st_size, found.st_mtime_ns)
+    if getattr(_opened, "key", None) != key:
+        if hasattr(_opened, "archive"):
+            _opened.archive.close()
+        _opened.archive = zipfile.ZipFile(path)
+        _opened.members = {member.header_offset: member for member in _opened.archive.infolist()}
+        _opened.key = key
+    return _opened.archive.open(_opened.members[offset])
 
 
 def read_entry(entry: Entry) -> "bytes | np.ndarray":
@@ -182,16 +206,16 @@ def read_entry(entry: Entry) -> "bytes | np.ndarray":
     if entry.content is not None:
         return entry.content
     try:
-        if entry.offset is not None:
-            with open(entry.path, "rb", buffering=0) as file:
-                file.seek(entry.offset)
-                return file.read(entry.size)
-        if is_zip(entry.path):
-            with open_zip(entry.path).open(entry.name) as file:
+        if is_zip(entry.path) and entry.offset is not None:
+            with open_member(entry.path, entry.offset) as file:
                 data = file.read(entry.size + 1)
                 if len(data) > entry.size:
                     raise Refused("larger than its archive says")
                 return data
+        if entry.offset is not None:
+            with open(entry.path, "rb", buffering=0) as file:
+                file.seek(entry.offset)
+                return file.read(entry.size)
         with open(entry.path, "rb", buffering=0) as file:  # asked for what it holds: a buffer of that size is made
             return file.read(min(entry.size, MAX_BYTES) + 1)
     except Refused:

@@ -39,6 +39,7 @@ PLAIN = {
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 SILENT = {"PROTO", "FRAME", "STOP"}
 MARK = object()
+SHORT = 1000  # characters of a key; longer ones stay notes, so that no text is copied again and again
 
 
 def read_plain(data: bytes) -> Any:
@@ -89,8 +90,8 @@ def take(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> No
         stack.append(Name(f"{module} {function}"))
     elif name == "REDUCE":
         arguments, function = stack.pop(), stack.pop()
-        bytes_of_python_3 = function == Name("_codecs encode") and arguments[1:] == ("latin1",)
-        stack.append(arguments[0].encode("latin-1") if bytes_of_python_3 else Call(function, arguments))
+        text = function == Name("_codecs encode") and arguments[1:] == ("latin1",) and len(arguments[0]) <= SHORT
+        stack.append(arguments[0].encode("latin-1") if text else Call(function, arguments))
     elif name == "BUILD":
         state = stack.pop()
         stack[-1].state = state
@@ -106,11 +107,15 @@ def since_mark(stack: list[Any]) -> list[Any]:
 
 
 def pairs(items: list[Any]) -> dict[Any, Any]:
+    if not all(isinstance(key, str | bytes) for key in items[::2]):  # a tuple of tuples of … takes long to hash
+        raise NotPlain("a dict whose keys are not texts")
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
 def as_bytes(value: Any) -> bytes:
     """A string of Python 2, or bytes."""
+    if isinstance(value, Call) and value.function == Name("_codecs encode"):
+        value = value.arguments[0]
     if not isinstance(value, (str, bytes)):
         raise NotPlain("something else where bytes should be")
     return value.encode("latin-1") if isinstance(value, str) else value
@@ -119,12 +124,10 @@ def as_bytes(value: Any) -> bytes:
 def as_array(value: Any) -> np.ndarray:
     """An array of bytes that the pickle would have made NumPy build -> uint8."""
     try:
-        assert value.function.text in (
-            "numpy.core.multiarray _reconstruct",
-            "numpy._core.multiarray _reconstruct",
-        )
         _, shape, kind, fortran, content = value.state
-        assert kind.function == Name("numpy dtype") and as_bytes(kind.arguments[0]) == b"u1" and not fortran
-        return np.frombuffer(as_bytes(content), dtype=np.uint8).reshape(shape)
-    except (AttributeError, AssertionError, ValueError, TypeError, IndexError) as error:
+        maker = value.function.text in ("numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct")
+        if maker and kind.function == Name("numpy dtype") and as_bytes(kind.arguments[0]) == b"u1" and not fortran:
+            return np.frombuffer(as_bytes(content), dtype=np.uint8).reshape(shape)
+    except (AttributeError, ValueError, TypeError, IndexError) as error:
         raise NotPlain("something else where an array of bytes should be") from error
+    raise NotPlain("something else where an array of bytes should be")

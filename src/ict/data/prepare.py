@@ -11,8 +11,10 @@ set. It is made beside its place and moved there whole; a second process that wa
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
+import re
 import shutil
 from array import array
 from collections import Counter
@@ -72,6 +74,8 @@ def make(folder: Path, pile: Pile, fingerprint: str, target: Target, progress: P
         partial.rename(folder)
         sync_folder(folder.parent)
     except OSError as error:
+        if error.filename is not None and not Path(str(error.filename)).is_relative_to(folder.parent):
+            raise  # of the source
         reason = f"{error.strerror}, while preparing images; $ICT_CACHE chooses another place"
         raise OSError(error.errno, reason, str(error.filename or partial)) from error
     finally:
@@ -92,7 +96,7 @@ def write_pixels(partial: Path, pile: Pile, target: Target, progress: Progress |
             digest.update(pixels)
             labels.extend(seen.setdefault(entry.label, len(seen)) for entry, reason, _ in outcomes if reason is None)
             sizes.update(size for _, reason, size in outcomes if reason is None)
-            refused += [(entry.name, reason) for entry, reason, _ in outcomes if reason is not None]
+            refused += [(name_in(pile, entry), reason) for entry, reason, _ in outcomes if reason is not None]
             done = len(labels) + len(refused)
             if progress is not None:
                 progress(done, total)
@@ -103,8 +107,9 @@ def write_pixels(partial: Path, pile: Pile, target: Target, progress: Progress |
     classes = pile.classes or sort_labels(seen)
     number = {name: i for i, name in enumerate(classes)}
     numbers = np.array([number[name] for name in seen])[np.frombuffer(labels, dtype=np.int64)]
-    with (partial / "labels.npy").open("wb") as file:
-        np.save(file, numbers.astype(np.int64))
+    stored = io.BytesIO()
+    np.save(stored, numbers.astype(np.int64))
+    write_synced(partial / "labels.npy", stored.getvalue())
     counts = np.bincount(numbers, minlength=len(classes)).tolist()
     return {
         "count": len(labels),
@@ -132,13 +137,18 @@ def accepted(pile: Pile, refused: list[tuple[str, str]]) -> Iterator[Entry]:
         if reason is None:
             yield entry
         else:
-            refused.append((entry.name, reason))
+            refused.append((name_in(pile, entry), reason))
+
+
+def name_in(pile: Pile, entry: Entry) -> str:
+    """A name that tells files of several archives apart."""
+    return entry.name if len(pile.parts) == 1 else f"{Path(entry.path).name}: {entry.name}"
 
 
 def sort_labels(labels: dict[str, int]) -> list[str]:
-    """By name, as ImageFolder does; whole numbers by their value."""
-    numbers = all(label.isascii() and label.isdigit() for label in labels)
-    return sorted(labels, key=(lambda label: (int(label), label)) if numbers else str)  # type: ignore
+    """By name, as ImageFolder does; whole numbers by their value. What has no class comes first."""
+    numbers = all(re.fullmatch(r"-?\d{1,18}", label, re.ASCII) for label in labels if label)
+    return sorted(labels, key=lambda label: (label != "", int(label or 0) if numbers else 0, label))
 
 
 def is_prepared(folder: Path) -> bool:

@@ -87,6 +87,8 @@ def expand(source: str) -> list[Path]:
         names = [source]
     paths = [Path(name).expanduser() for name in names]
     missing = [path for path in paths if not path.exists()]
+    odd = [path for path in paths if path not in missing and not path.is_dir() and not path.is_file()]
+    require(not odd, f"data.source: {odd[0] if odd else ''} is neither a file nor a folder")
     if missing or not paths:
         raise ConfigError(f"data.source: there is no {missing[0] if missing else source}")
     return paths

@@ -10,17 +10,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 
 from ict.data.decode import Target, fits
-from ict.data.decoding import READY, Chunk, decode_chunk, emptied, send
+from ict.data.decoding import BEGUN, READY, Chunk, decode_chunk, emptied, send
 from ict.data.pile import Entry
 
 CHUNK = 64  # images a process takes at a time
-FEW = 128  # images that are not worth a process
+HEAVY = 32 << 20  # bytes that a chunk brings along at most, but for its last image
 PATIENCE = 60.0  # seconds for one image
 
 
@@ -30,15 +30,10 @@ def cores() -> int:
 
 def decode_all(entries: Iterable[Entry], target: Target) -> Iterator[Chunk]:
     """Chunks in order, by as many processes as there are cores; only a few chunks are held in memory at a time."""
-    rest = iter(entries)
-    first = list(islice(rest, FEW))
-    if len(first) < FEW:
-        yield decode_chunk(first, target)
-        return
-    chunks = batched(first, rest)
     count = cores()
     decoders: list[Decoder] = []
     mine = threading.local()
+    over = threading.Event()
 
     def work(chunk: list[Entry]) -> Chunk:
         if not hasattr(mine, "decoder"):
@@ -46,10 +41,16 @@ def decode_all(entries: Iterable[Entry], target: Target) -> Iterator[Chunk]:
             decoders.append(mine.decoder)
         return mine.decoder(chunk)
 
+    def watch() -> None:
+        while not over.wait(min(1.0, PATIENCE / 4)):
+            for decoder in list(decoders):
+                decoder.check()
+
     pool = ThreadPoolExecutor(count)
+    threading.Thread(target=watch, daemon=True, name="ict-watch").start()
     try:
         waiting: deque[Future[Chunk] | Chunk] = deque()
-        for chunk in chunks:
+        for chunk in batched(iter(entries)):
             # What needs no decoding is not worth the way to another process and back.
             ready = all(one.content is not None and not isinstance(one.content, bytes) and fits(one.content, target)
                         for one in chunk)  # fmt: skip
@@ -59,16 +60,25 @@ def decode_all(entries: Iterable[Entry], target: Target) -> Iterator[Chunk]:
         while waiting:
             yield finished(waiting.popleft())
     finally:
+        over.set()
         pool.shutdown(wait=False, cancel_futures=True)
         for decoder in decoders:
             decoder.stop()
         pool.shutdown()
 
 
-def batched(first: list[Entry], rest: Iterator[Entry]) -> Iterator[list[Entry]]:
-    for start in range(0, len(first), CHUNK):
-        yield first[start : start + CHUNK]
-    while chunk := list(islice(rest, CHUNK)):
+def batched(entries: Iterator[Entry]) -> Iterator[list[Entry]]:
+    """Chunks of entries: so many, or fewer where they bring much along."""
+    chunk: list[Entry] = []
+    size = 0
+    for entry in entries:
+        chunk.append(entry)
+        if entry.content is not None:
+            size += len(entry.content) if isinstance(entry.content, bytes) else entry.content.nbytes
+        if len(chunk) == CHUNK or size > HEAVY:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
         yield chunk
 
 
@@ -82,38 +92,51 @@ class Decoder:
     def __init__(self, target: Target):
         self.target = target
         self.process: subprocess.Popen[bytes] | None = None
-        self.stopped = False
+        self.deadline: float | None = None  # of the image that is being decoded
+        self.late = self.stopped = False
 
     def __call__(self, chunk: list[Entry]) -> Chunk:
-        answer = self.ask(chunk)
+        answer, place = self.ask(chunk)
         if not isinstance(answer, str):
             return answer
-        if len(chunk) > 1:  # one of them is to blame
-            parts = [self([entry]) for entry in chunk]
-            return [outcome for outcomes, _ in parts for outcome in outcomes], b"".join(pixels for _, pixels in parts)
-        return [(emptied(chunk[0]), answer, (0, 0))], b""
+        parts = [
+            self(chunk[:place]) if place else ([], b""),
+            ([(emptied(chunk[place]), answer, (0, 0))], b""),
+            self(chunk[place + 1 :]) if place + 1 < len(chunk) else ([], b""),
+        ]
+        return [outcome for outcomes, _ in parts for outcome in outcomes], b"".join(pixels for _, pixels in parts)
 
-    def ask(self, chunk: list[Entry]) -> Chunk | str:
-        """The answer of the process, or what became of it."""
+    def ask(self, chunk: list[Entry]) -> tuple[Chunk | str, int]:
+        """The answer of the process, or what became of it and at which image."""
         process = self.start()
-        late = threading.Event()
-        watch = threading.Timer(PATIENCE * len(chunk), lambda: (late.set(), process.kill()))
-        watch.daemon = True
-        watch.start()
+        place = -1
         try:
             assert process.stdin is not None and process.stdout is not None
+            self.deadline = time.monotonic() + PATIENCE
             send(process.stdin, chunk)
-            return pickle.load(process.stdout)  # from our own process
+            while (answer := pickle.load(process.stdout)) == BEGUN:  # from our own process
+                place += 1
+                self.deadline = time.monotonic() + PATIENCE
+            return answer, place
         except (OSError, EOFError, pickle.UnpicklingError):
             if self.stopped:
                 raise
             self.process = None
-            code = process.wait()
-            if late.is_set():
-                return f"takes longer than {PATIENCE:g} s to decode"
-            return f"the decoder crashed on it ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
+            process.kill()
+            code, late = process.wait(), self.late
+            self.late = False
+            if late:
+                return f"takes longer than {PATIENCE:g} s to decode", max(0, place)
+            name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            return f"the decoder crashed on it ({name})", max(0, place)
         finally:
-            watch.cancel()
+            self.deadline = None
+
+    def check(self) -> None:
+        """Stop the process if its image takes too long."""
+        if self.deadline is not None and time.monotonic() > self.deadline and self.process is not None:
+            self.late = True
+            self.process.kill()
 
     def start(self) -> subprocess.Popen[bytes]:
         if self.process is None:
