@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from ict import rng
 from ict.config import ConfigError, require
 from ict.data import Images, to_uint8
 from ict.evaluation.features import FeatureNet
@@ -159,7 +160,8 @@ class Judge:
             f"the model knows {len(names)} classes, and the real images have others: judge it against its own set",
         )
         places = torch.arange(samples) * len(self.images) // samples
-        return self.images.labels[places].to(generator.device)
+        order = rng.permutation(samples, seed=0, epoch=0)  # so that the first of them are of all classes too
+        return self.images.labels.sort().values[places][order].to(generator.device)
 
 
 def draw(

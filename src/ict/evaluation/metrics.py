@@ -122,14 +122,16 @@ def compare_neighbours(real: Tensor, fake: Tensor, *, k: int = 3) -> Neighbours:
 
 def balls(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Squared distances of each row to its k-th nearest other row, and to the nearest -> [n], [n]."""
-    found = []
+    radii, nearest = [], []
     for start in range(0, len(x), BLOCK):
-        distances = squared_distances(x[start : start + BLOCK], x)
+        block = x[start : start + BLOCK]
+        distances = squared_distances(block, x)
         rows = torch.arange(len(distances), device=x.device)
         distances[rows, start + rows] = torch.inf  # itself
-        found.append(distances.topk(k, dim=1, largest=False).values)
-    near = torch.cat(found)
-    return near[:, -1], near[:, 0]
+        near = distances.topk(k, dim=1, largest=False)
+        radii.append(near.values[:, -1])
+        nearest.append((block - x[near.indices[:, 0]]).square().sum(dim=1))  # exact also where it is nearly 0
+    return torch.cat(radii), torch.cat(nearest)
 
 
 def cover(x: Tensor, y: Tensor, radii: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,7 +140,7 @@ def cover(x: Tensor, y: Tensor, radii: Tensor) -> tuple[Tensor, Tensor]:
     for block in x.split(BLOCK):
         distances = squared_distances(block, y)
         inside.append((distances <= radii).any(dim=1))
-        nearest.append(distances.min(dim=1).values)
+        nearest.append((block - y[distances.argmin(dim=1)]).square().sum(dim=1))
     return torch.cat(inside), torch.cat(nearest)
 
 
