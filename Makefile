@@ -10,6 +10,7 @@ demo: $(VENV)/core          ## train a digit generator and show it: runs/digits/
 	$(BIN)/ict train digits --overwrite
 	$(BIN)/ict sample runs/digits --count 80 --columns 10 --steps 1 --out runs/digits/one-step.png
 	$(BIN)/ict sample runs/digits --count 80 --columns 10 --steps 2 --out runs/digits/two-steps.png
+	$(BIN)/ict eval runs/digits --steps 1,2 --samples 2000
 	@echo "Open runs/digits/report.html in a browser."
 
 test: $(VENV)/dev           ## the fast tests
@@ -18,8 +19,8 @@ test: $(VENV)/dev           ## the fast tests
 test-slow: $(VENV)/dev      ## trains the digits twice, makes every known mistake on purpose
 	$(BIN)/pytest -m slow -n 2 --dist loadfile -rP
 
-test-data: $(VENV)/dev      ## with the real CIFAR-10: make test-data CIFAR10=path/to/cifar-10-batches-bin
-	ICT_CIFAR10=$(CIFAR10) $(BIN)/pytest tests/data/test_cifar10.py -k real
+test-data: $(VENV)/dev      ## with the real CIFAR-10 and Inception: make test-data CIFAR10=folder INCEPTION=file
+	ICT_CIFAR10=$(CIFAR10) ICT_INCEPTION=$(INCEPTION) $(BIN)/pytest -rP -k the_real tests/data/test_cifar10.py tests/evaluation
 
 lint: $(VENV)/dev           ## style, formatting and types
 	$(BIN)/ruff check

@@ -95,6 +95,10 @@ MISTAKES = {
         "training/ema.py", "min(decay, 1 - 1 / (1 + ramp * updates)) if ramp > 0 else decay", "decay",
         "training/test_loop.py",
     ),
+    "a ternary search that returns a stale value": (
+        "evaluation/tune.py", "return min(self.tried, key=lambda place: self.tried[place])", "return low",
+        "evaluation/test_judge.py::test_the_search_does_not_return_a_stale_value",
+    ),
     "the mean over pieces instead of the batch": (
         "training/loop.py", "loss.per_sample.sum() / training.batch", "loss.per_sample.mean()",
         "training/test_loop.py",

@@ -197,7 +197,7 @@ REAL = Path(os.environ.get("ICT_CIFAR10", "no such folder"))
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="set ICT_CIFAR10 to the folder of CIFAR-10's binary version")
-def test_the_real_set(tmp_path, monkeypatch):
+def test_the_real_cifar10(tmp_path, monkeypatch):
     """Run by `make test-data CIFAR10=…`: every form of the real images gives identical bytes."""
     monkeypatch.setattr(module, "RECORDS", 10_000)
     batches = dict(module.read_batches(REAL, tuple(NAMES)))

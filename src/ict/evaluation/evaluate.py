@@ -14,7 +14,7 @@ from ict.config import ConfigError, DataConfig, require
 from ict.data import Images
 from ict.evaluation.judge import Judge, summary
 from ict.evaluation.records import Record
-from ict.files import list_checkpoints, step_of
+from ict.files import list_checkpoints
 from ict.recipes import load_recipe
 from ict.sampling import Generator, load
 from ict.training.checkpoint import check_checkpoint
@@ -135,5 +135,5 @@ def load_models(
 ) -> Iterator[tuple[str, Generator]]:
     """Each model with a name that tells it apart within its run."""
     for place, rate in models_of(model, ema=ema, checkpoints=checkpoints):
-        name = f"step {step_of(place):,}" if checkpoints else model.name
+        name = "checkpoint" if checkpoints else model.name
         yield name, load(place, ema=rate, device=device)

@@ -49,4 +49,6 @@ def score_curve(records: list[Record], name: str) -> str:
     if len(points) < 2:
         return ""
     chart = Chart(xs=sorted(points), ys=[points[x] for x in sorted(points)], x_name="step", y_name=name, log=True)
-    return f'<div class="cards"><div class="card"><h3>{html.escape(name)} in one step</h3>{chart.svg()}</div></div>'
+    return (
+        f'<div class="cards narrow"><div class="card"><h3>{html.escape(name)} in one step</h3>{chart.svg()}</div></div>'
+    )
