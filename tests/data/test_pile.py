@@ -20,7 +20,7 @@ import ict.data.decode as decode_module
 import ict.data.pile as pile_module
 import ict.data.prepare as prepare_module
 from ict.config import ConfigError, DataConfig
-from ict.data import load_images
+from ict.data import Images, load_images
 from ict.data.decode import Refused, Target, decode
 from ict.data.decoding import decode_chunk
 from ict.data.inspect import inspect
@@ -304,6 +304,9 @@ def test_the_manifest_tells_everything(tmp_path):
     assert manifest["count"] == 6 and manifest["classes"] == {"cats": 3, "dogs": 3}
     assert manifest["refused"] == [["dogs/bad.png", "not an image of a known format"]]
     assert manifest["sha256"] == hashlib.sha256((place / "pixels.u8").read_bytes()).hexdigest()
+    mapped = open_prepared(place)
+    copied = Images(pixels=mapped.pixels.clone(), labels=mapped.labels, class_names=mapped.class_names)
+    assert copied.checksum == mapped.checksum
 
 
 @pytest.mark.parametrize("file", ["pixels.u8", "manifest.json", "labels.npy"])

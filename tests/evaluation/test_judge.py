@@ -323,4 +323,4 @@ def test_images_of_the_set_have_a_checksum(digits):
     changed = digits.pixels.clone()
     changed[0, 0, 0, 0] ^= 1
     other = Images(pixels=changed, labels=digits.labels, class_names=digits.class_names)
-    assert digits.checksum() != other.checksum() and len(digits.checksum()) == 64
+    assert digits.checksum != other.checksum and len(digits.checksum) == 64

@@ -1,5 +1,6 @@
 """A set of images in memory, and the two scales a pixel lives on: uint8 [0, 255] and float32 [-1, 1]."""
 
+import functools
 import hashlib
 import mmap
 import os
@@ -15,8 +16,8 @@ from ict.files import DamagedFile
 class PixelFile:
     """Pixels in a file: mapped, to look at all of them like a tensor, and open, to read some of them."""
 
-    def __init__(self, path: Path, shape: tuple[int, int, int, int]):
-        self.path, self.shape = path, shape
+    def __init__(self, path: Path, shape: tuple[int, int, int, int], *, sha256: str | None = None):
+        self.path, self.shape, self.sha256 = path, shape, sha256
         self.open = path.open("rb", buffering=0)
         # Writable to please torch; a copy would be changed, never the file.
         self.map = mmap.mmap(self.open.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -61,13 +62,16 @@ class Images:
         channels, height, width = self.shape
         return f"{height}×{width} pixels, {'grey' if channels == 1 else 'colour'}"
 
+    @functools.cached_property
     def checksum(self) -> str:
-        """SHA-256 of the pixels."""
-        digest = hashlib.sha256(repr(self.pixels.shape).encode())
-        for block in self.pixels.split(1024):
-            digest.update(block.cpu().contiguous().numpy())  # type: ignore
-            self.forget()
-        return digest.hexdigest()
+        """SHA-256 of the pixels and their shape; of a prepared set, the pixels' is known."""
+        known = self.file.sha256 if self.file is not None else None
+        if known is None:
+            digest = hashlib.sha256()
+            for block in self.pixels.split(1024):
+                digest.update(block.cpu().contiguous().numpy())  # type: ignore
+            known = digest.hexdigest()
+        return hashlib.sha256(f"{tuple(self.pixels.shape)} {known}".encode()).hexdigest()
 
     def gather(self, indices: Tensor, out: Tensor) -> None:
         """Copy some images to `out`, in memory; of a file, nothing else is read."""

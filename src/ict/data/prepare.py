@@ -175,7 +175,8 @@ def open_prepared(folder: Path) -> "Images":
 
     manifest = read_manifest(folder)
     options, count = manifest["options"], manifest["count"]
-    file = PixelFile(folder / "pixels.u8", (count, options["channels"], options["size"], options["size"]))
+    shape = (count, options["channels"], options["size"], options["size"])
+    file = PixelFile(folder / "pixels.u8", shape, sha256=manifest["sha256"])
     labels = torch.from_numpy(np.load(folder / "labels.npy", allow_pickle=False))
     return Images(pixels=file.pixels(), labels=labels, class_names=tuple(manifest["classes"]), file=file)
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ def data_of(model: Path | None, source: str | None, path: str, split: str, gener
     if source is None:
         require(learned is not None, "--data: say which real images to compare with")
         assert learned is not None
-        return learned
+        return learned if split == "train" else replace(learned, split=split)
     same = learned is not None and learned.source == source
     values: dict[str, Any] = {"source": source, "path": path or (learned.path if same and learned else "")}
     if generator is not None:
@@ -114,7 +114,7 @@ def about(judge: Judge) -> dict[str, Any]:
     return {
         "features": judge.net.name,
         "weights": judge.net.checksum,
-        "real": {"count": len(judge.images), "checksum": judge.images.checksum()},
+        "real": {"count": len(judge.images), "checksum": judge.images.checksum},
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         "torch": torch.__version__,
     }

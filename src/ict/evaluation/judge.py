@@ -60,7 +60,7 @@ def look(batches: Iterable[Tensor], net: FeatureNet, *, every: int = 1, progress
 
 def look_at_real(images: Images, net: FeatureNet, *, batch: int = 250, progress: Progress | None = None) -> Seen:
     """The features of a data set, from the cache where they are there."""
-    key = hashlib.sha256(f"{FORMAT}\0{images.checksum()}\0{net.name}\0{net.checksum}\0{KEPT}".encode()).hexdigest()
+    key = hashlib.sha256(f"{FORMAT}\0{images.checksum}\0{net.name}\0{net.checksum}\0{KEPT}".encode()).hexdigest()
     path = cache_home() / "features" / f"{key[:24]}.safetensors"
     stored = read_seen(path, net)
     if stored is not None:
