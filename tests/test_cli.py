@@ -318,7 +318,8 @@ def test_a_damaged_model_file(trained, tmp_path):
         assert done.returncode == 2 and "damaged" in done.stderr
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(trained, tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_a_signal_saves_and_says_how_to_go_on(number, code, trained, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "ict", "train", trained, "--out", tmp_path / "run", "--steps", "100000"]
     command += ["--set", "training.log_every=1"]
@@ -326,9 +327,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(trained, tmp_path):
     for line in process.stdout:
         if "step 5 " in line:
             break
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     rest, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    assert process.returncode == code, errors
     assert "and saved; go on with: ict train" in rest and "Traceback" not in errors
-    more = ict("train", tmp_path / "run", "--resume", "--steps", 20)
+    more = ict("train", tmp_path / "run", "--resume", *(["auto"] if code == 143 else []), "--steps", 20)
     assert more.returncode == 0 and "going on from" in more.stdout

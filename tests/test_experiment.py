@@ -23,6 +23,7 @@ from ict.files import DamagedFile, list_checkpoints, step_of, write_atomically
 from ict.sampling import load
 from ict.training.checkpoint import check_checkpoint, find_checkpoint
 from ict.training.ema import WeightAverage
+from ict.training.interrupt import Stopped as Signalled
 from ict.training.log import RunLog, TrainingFailed, read_log
 
 
@@ -151,6 +152,52 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, monkeypatch):
     run(tiny_config(training={"steps": 1}), tmp_path / "run", device="cpu", console=quiet())  # nothing is in the way
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_second_signal_of_a_scheduler_stops_at_once_too(number, tmp_path, monkeypatch):
+    def twice(self, state):
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(RunLog, "step", twice)
+    before = signal.getsignal(number)
+    with pytest.raises(Signalled) as stopped:
+        run(tiny_config(), tmp_path / "run", device="cpu", console=quiet())
+    assert stopped.value.code == 128 + number and signal.getsignal(number) == before
+
+
+def test_the_same_command_again_and_again(whole, tmp_path, monkeypatch):
+    """`resume="auto"`: begins, goes on, ends, and does no harm after that."""
+
+    def once(path):
+        console = quiet()
+        run(tiny_config(), path, device="cpu", resume="auto", console=console)
+        return said(console)
+
+    original = RunLog.step
+
+    def stop(self, state):
+        record = original(self, state)
+        signal.raise_signal(signal.SIGTERM)
+        return record
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLog, "step", stop)
+        with pytest.raises(Signalled):
+            once(tmp_path / "run")
+    assert "going on from" in once(tmp_path / "run")
+    assert result(tmp_path / "run") == result(whole)
+    once(tmp_path / "run")
+    assert result(tmp_path / "run") == result(whole)
+    (tmp_path / "young").mkdir()
+    (tmp_path / "young" / "log.jsonl").write_text("")  # a run that was killed before it saved anything
+    assert "going on from" not in once(tmp_path / "young")
+    assert result(tmp_path / "young") == result(whole)
+    for path in list_checkpoints(tmp_path / "young"):
+        (path / "checkpoint.json").write_text("damaged")
+    with pytest.raises(ConfigError, match="start without --resume"):  # what may be worth mending is not overwritten
+        once(tmp_path / "young")
+
+
 def test_resuming_a_finished_run_changes_nothing(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     run(tiny_config(), tmp_path / "run", device="cpu", resume=True, console=quiet())
@@ -179,6 +226,12 @@ def test_a_run_is_never_replaced_unasked(whole, tmp_path):
 def test_only_the_newest_checkpoints_stay(tmp_path):
     run(tiny_config(training={"keep": 2}), tmp_path / "run", device="cpu", console=quiet())
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000008", "step-00000012"]
+
+
+def test_some_checkpoints_stay_for_good(tmp_path):
+    config = tiny_config(training={"keep": 1, "keep_every": 4, "save_every": 2})
+    run(config, tmp_path / "run", device="cpu", console=quiet())
+    assert [path.name[-2:] for path in list_checkpoints(tmp_path / "run")] == ["04", "08", "12"]
 
 
 @pytest.mark.parametrize("log_every", [1, 1000])

@@ -27,7 +27,7 @@ def run_command() -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore  # a terminal without → and σ still gets the rest
     try:
-        app()
+        app(args=with_auto(sys.argv[1:]))
     except (ConfigError, DamagedFile) as error:
         return fail(str(error))
     except OSError as error:
@@ -40,6 +40,19 @@ def run_command() -> int:
             raise
         return fail(str(error), code=1)
     return 0
+
+
+def with_auto(arguments: list[str]) -> list[str]:
+    """`--resume auto` as one word: an option here has a value always or never."""
+    found: list[str] = []
+    for argument in arguments:
+        if argument == "--resume=auto":
+            found.append("--resume-auto")
+        elif argument == "auto" and found[-1:] == ["--resume"]:
+            found[-1] = "--resume-auto"
+        else:
+            found.append(argument)
+    return found
 
 
 def fail(message: str, *, code: int = 2) -> int:
@@ -62,7 +75,10 @@ def train(
     images: Annotated[int | None, typer.Option(help="Train on so many images.")] = None,
     budget: Annotated[str | None, typer.Option(help="Train for so long: 90s, 3m, 1h30m.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest good checkpoint; `--resume auto`: if there is one.")
+    ] = False,
+    resume_auto: Annotated[bool, typer.Option("--resume-auto", hidden=True)] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run in the same folder.")] = False,
     device: DeviceOption = "auto",
     set_: SetOption = None,
@@ -84,9 +100,9 @@ def train(
     from ict.experiment import run
 
     try:
-        run(config, out, device=device, resume=resume, overwrite=overwrite)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        run(config, out, device=device, resume="auto" if resume_auto else resume, overwrite=overwrite)
+    except KeyboardInterrupt as stop:
+        raise typer.Exit(getattr(stop, "code", 130)) from None
 
 
 @app.command(help=COMMANDS["sample"])

@@ -181,7 +181,8 @@ class TrainingConfig:
     log_every: int = 50
     snapshots: int = 8  # sample grids drawn on the way, evenly spread
     save_every: int = 1000
-    keep: int = 2  # how many checkpoints stay
+    keep: int = 2  # how many of the newest checkpoints stay
+    keep_every: int = 0  # besides, those whose step is a multiple of this stay for good; 0: none
     deterministic: bool = True  # on a GPU: only kernels that give the same bits every time
 
     def __post_init__(self) -> None:
@@ -212,6 +213,7 @@ class TrainingConfig:
         require(0 <= self.ema_ramp <= 1, f"training.ema_ramp = {self.ema_ramp}: a share from 0 to 1")
         for name in ("log_every", "save_every", "keep"):
             require(getattr(self, name) >= 1, f"training.{name} = {getattr(self, name)}: use at least 1")
+        require(self.keep_every >= 0, f"training.keep_every = {self.keep_every}: use 0 (none) or a number of steps")
         require(0 <= self.snapshots <= 1000, f"training.snapshots = {self.snapshots}: use 0 (none) to 1000")
 
 

@@ -19,7 +19,7 @@ from ict.evaluation.features import open_features, usual_features
 from ict.evaluation.judge import Judge
 from ict.evaluation.records import IN_TRAINING, add_record, main_scores, read_records, same_measure, show_number
 from ict.evaluation.report import write_report
-from ict.files import step_name, write_atomically
+from ict.files import holds_run, list_checkpoints, step_name, write_atomically
 from ict.model import ModelSpec, build_model, pack_model
 from ict.objectives import Step, build_objective
 from ict.pictures import comfortable_scale, grid, png
@@ -27,7 +27,7 @@ from ict.runfolder import leftovers, open_folder
 from ict.sampling import Generator
 from ict.training.budget import Budget
 from ict.training.checkpoint import Found, restore, save_checkpoint, surroundings
-from ict.training.interrupt import Interrupt
+from ict.training.interrupt import Interrupt, Stopped
 from ict.training.log import RunLog, check_finite
 from ict.training.loop import TrainState, load_batch, new_state, train
 from ict.training.optimiser import learning_rate
@@ -103,12 +103,21 @@ def run(
     folder: Path,
     *,
     device: str = "auto",
-    resume: bool = False,
+    resume: bool | str = False,
     overwrite: bool = False,
     console: Console | None = None,
 ) -> Path:
-    """Train a recipe in a folder to the end of its budget; gives the path of the model file."""
+    """Train a recipe in a folder to the end of its budget; gives the path of the model file.
+
+    `resume="auto"` goes on with a run that has saved something, and begins one otherwise: for schedulers that start the
+    same command again and again.
+    """
+    require(resume in (True, False, "auto"), f'resume = {resume!r}: use True, False or "auto"')
     require(not (resume and overwrite), "--resume and --overwrite exclude each other: go on with a run, or replace it")
+    if resume == "auto":
+        resume = bool(list_checkpoints(folder))
+        overwrite = not resume and holds_run(folder)  # it has nothing to go on with
+    resume = bool(resume)
     budget = Budget.from_config(config.training)
     plan = Plan.of(config, budget)
     if not resume:
@@ -162,10 +171,12 @@ def follow(this: Run, plan: Plan) -> None:
                 this.save()
             if plan.timed and state.step == first_step + 20 and done > first_done:
                 this.warn(plan.warning(steps=round(20 * total / (done - first_done))))
-            if interrupt.asked:  # only here is a step whole: weights, averages, counters, log and pictures agree
+            if (
+                interrupt.asked is not None
+            ):  # only here is a step whole: weights, averages, counters, log and pictures agree
                 this.save()
                 this.say(f"stopped at step {state.step:,} and saved; go on with: ict train {this.folder} --resume")
-                raise KeyboardInterrupt
+                raise Stopped(interrupt.asked)
     this.log.finish(state)
     this.save()
 

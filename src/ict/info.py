@@ -61,7 +61,6 @@ def describe_images(source: str, found: Inspection) -> Table:
         "classes": _classes(found.classes),
         "duplicates": f"{found.duplicates:,}",
         "pixels": f"mean {found.mean:.3f}, deviation {found.deviation:.3f} (in [-1, 1])",
-        "refused": f"{len(found.refused):,}",
     }
     if found.sizes:
         smallest, largest, (common, count) = (found.sizes[key] for key in ("smallest", "largest", "common"))
@@ -69,6 +68,7 @@ def describe_images(source: str, found: Inspection) -> Table:
             f"{_size(smallest)} to {_size(largest)}, most often {_size(common)} ({count:,}); "
             f"{found.sizes['enlarged']:,} had to be enlarged"
         )
+    rows["refused"] = f"{len(found.refused):,}"
     rows |= {f"  {reason}": f"{count:,}" for reason, count in reasons.most_common()}
     for name, reason in found.refused[:10]:
         rows[f"  {name}"] = reason

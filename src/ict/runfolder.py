@@ -71,7 +71,10 @@ FREE = {
     "data.path",
     "data.feed",
     *(f"evaluation.{key.name}" for key in dataclasses.fields(EvaluationConfig)),
-    *(f"training.{key}" for key in (*BOUNDS, "accumulate", "log_every", "save_every", "snapshots", "keep")),
+    *(
+        f"training.{key}"
+        for key in (*BOUNDS, "accumulate", "log_every", "save_every", "snapshots", "keep", "keep_every")
+    ),
 }
 
 

@@ -31,7 +31,10 @@ def average_name(decay: float) -> str:
 
 
 def save_checkpoint(run: Path, state: TrainState, spec: ModelSpec, config: Config, extras: dict[str, Any]) -> Path:
-    """Write a checkpoint; on any error the earlier ones are untouched. Keeps the newest `training.keep`."""
+    """Write a checkpoint; on any error the earlier ones are untouched.
+
+    The newest `training.keep` stay, and every `training.keep_every`-th step.
+    """
     final = run / "checkpoints" / step_name(state.step)
     partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -57,9 +60,11 @@ def save_checkpoint(run: Path, state: TrainState, spec: ModelSpec, config: Confi
         shutil.rmtree(partial, ignore_errors=True)
         raise
     sync_folder(final.parent)
+    keep, every = config.training.keep, config.training.keep_every
     others = [path for path in list_checkpoints(run) if path != final]
-    for old in others[: max(0, len(others) + 1 - config.training.keep)]:
-        remove(old)
+    for old in others[: max(0, len(others) + 1 - keep)]:
+        if not every or step_of(old) % every:
+            remove(old)
     return final
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C that does not tear a step apart."""
+"""Signals that do not tear a step apart: Ctrl-C, a scheduler's SIGTERM, its early warning (SIGUSR1)."""
 
 import signal
 import threading
@@ -6,25 +6,38 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Self
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class Stopped(KeyboardInterrupt):
+    """The run was asked to stop; `code` is what the process leaves with, as a shell counts it."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.code = 128 + number
+
 
 class Interrupt:
-    """Ctrl-C waits for the end of the step; a second one stops at once."""
+    """A signal waits for the end of the step; a second one stops at once."""
 
     def __init__(self, say: Callable[[str], None]):
-        self.say, self.asked = say, False
+        self.say = say
+        self.asked: int | None = None  # which signal
 
     def __enter__(self) -> Self:
         self.installed = threading.current_thread() is threading.main_thread()
-        if self.installed:
-            self.before = signal.signal(signal.SIGINT, self.handle)
+        self.before = {number: signal.signal(number, self.handle) for number in SIGNALS} if self.installed else {}
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.installed:
-            signal.signal(signal.SIGINT, self.before)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
-    def handle(self, _number: int, _frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-        self.say("finishing the step, then saving; press Ctrl-C again to stop at once without that")
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.asked is not None:
+            raise Stopped(number)
+        self.asked = number
+        again = "press Ctrl-C again" if number == signal.SIGINT else "a second signal is needed"
+        self.say(
+            f"{signal.Signals(number).name}: finishing the step, then saving; {again} to stop at once without that"
+        )
