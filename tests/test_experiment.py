@@ -194,7 +194,9 @@ def test_the_same_command_again_and_again(whole, tmp_path, monkeypatch):
     assert result(tmp_path / "young") == result(whole)
     for path in list_checkpoints(tmp_path / "young"):
         (path / "checkpoint.json").write_text("damaged")
-    with pytest.raises(ConfigError, match="start without --resume"):  # what may be worth mending is not overwritten
+    with pytest.raises(
+        ConfigError, match="start the run anew with --overwrite"
+    ):  # what may be worth mending is not overwritten
         once(tmp_path / "young")
 
 
