@@ -187,7 +187,13 @@ def open_judge(config: Config, images: Images, device: torch.device) -> Judge:
     name = wanted.features or usual_features(config.data.source)
     net = open_features(name, weights=Path(wanted.weights).expanduser() if wanted.weights else None, device=device)
     with DataProgress("looking at the real images", total=len(images)) as progress:
-        return Judge.of(images, net, samples=wanted.samples, progress=lambda done: progress(done, len(images)))
+        return Judge.of(
+            images,
+            net,
+            samples=wanted.samples,
+            source=config.data.source,
+            progress=lambda done: progress(done, len(images)),
+        )
 
 
 def rehearse(config: Config, state: TrainState, images: Images) -> None:

@@ -236,7 +236,7 @@ def test_scoring_a_run(trained, tmp_path):
     assert [len(record["sigmas"]) for record in records] == [1, 2] and records[0]["seeds"] == [0, 1]
     assert records[0]["step"] == 12 and records[0]["scores"]["FD-digits over seeds"] > 0
     page = (trained / "report.html").read_text()
-    assert "<h2>Scores</h2>" in page and "FD-digits" in page
+    assert "<h2>Scores</h2>" in page and "200 samples against 1,797 images of digits, by digits" in page
     done, text = invoke("eval", trained, "--samples", 100, "--checkpoints", "--ema", "all")
     assert done.exit_code == 0, text
     rows = [record for record in read_records(trained / "eval.json") if record["samples"] == 100]

@@ -24,6 +24,7 @@ from ict.evaluation.report import write_report
 from ict.evaluation.tune import tune
 from ict.files import write_atomically
 from ict.model import pack_model
+from ict.recipes import load_recipe
 from ict.sampling import Generator
 
 Averages = Sequence[float] | str | None
@@ -38,7 +39,14 @@ def open_judge(
         real = load_images(replace(config, classes=0), progress)
     samples = net.dimension + 1 if samples is None else samples
     with DataProgress("looking at the real images", total=len(real)) as progress:
-        return Judge.of(real, net, samples=samples, progress=lambda done: progress(done, len(real)))
+        return Judge.of(
+            real, net, samples=samples, source=name_of(config), progress=lambda done: progress(done, len(real))
+        )
+
+
+def name_of(config: DataConfig) -> str:
+    """What a set is called in records: the papers' rows stand beside the training images alone."""
+    return config.source if config.split == "train" else f"{config.source} ({config.split})"
 
 
 def run_eval(
@@ -65,7 +73,7 @@ def run_eval(
             record = evaluate_images(saved, judge, name=images, progress=lambda done: progress(done, len(saved)))
         if out is not None:
             add_record(out, record)
-        show(console, [record], config.source, judge)
+        show(console, [record], judge)
         return
     assert model is not None
     wanted = Plan(**plan)
@@ -88,11 +96,13 @@ def run_eval(
             if following is None:
                 break
             name, generator = following
-    show(console, records, config.source, judge)
+    show(console, records, judge)
     print(f"scores: {path}")
     run = run_of(model)
     if run is not None and out is None and (run / "log.jsonl").is_file():
-        print(f"page: {write_report(run, judge.images)}")
+        learned = load_recipe(run / "recipe.toml").data
+        own = judge.images if config == learned else load_images(learned)
+        print(f"page: {write_report(run, own)}")
 
 
 def saved_images(images: str, data: str | None, data_path: str, split: str) -> tuple[DataConfig, Images]:
@@ -132,7 +142,7 @@ def extremes(images: Images) -> list[tuple[int, int]]:
     return [tuple(sizes["smallest"]), tuple(sizes["largest"]), tuple(sizes["common"][0])]
 
 
-def show(console: Console, records: list[Record], source: str, judge: Judge) -> None:
+def show(console: Console, records: list[Record], judge: Judge) -> None:
     """A table of scores, with the paper's beside them where it has any."""
     names = list(dict.fromkeys(name for record in records for name in main_scores(record["scores"])))
     suffix = f"-{judge.net.name}"  # said once, below the table
@@ -142,7 +152,7 @@ def show(console: Console, records: list[Record], source: str, judge: Judge) -> 
         ema = "" if record["ema"] is None else str(record["ema"])
         cells = [Text(record["model"]), step, ema, str(len(record["sigmas"]) or "–")]
         table.add_row(*cells, *(with_spread(name, record["scores"], subsets=False) for name in names))
-    for name, calls, scores in published_rows(source, names):
+    for name, calls, scores in published_rows(judge.source, names):
         table.add_row(
             f"{name}, published", "", "", str(calls), *(with_spread(one, scores) for one in names), style="dim"
         )

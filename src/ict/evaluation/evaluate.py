@@ -114,7 +114,7 @@ def about(judge: Judge) -> dict[str, Any]:
     return {
         "features": judge.net.name,
         "weights": judge.net.checksum,
-        "real": {"count": len(judge.images), "checksum": judge.images.checksum},
+        "real": {"source": judge.source, "count": len(judge.images), "checksum": judge.images.checksum},
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         "torch": torch.__version__,
     }

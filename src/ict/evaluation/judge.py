@@ -120,13 +120,16 @@ class Judge:
     """Scores models against one set of real images, with one feature net."""
 
     images: Images
+    source: str  # what the real images are called
     net: FeatureNet
     real: Seen
 
     @classmethod
-    def of(cls, images: Images, net: FeatureNet, *, samples: int, progress: Progress | None = None) -> "Judge":
+    def of(
+        cls, images: Images, net: FeatureNet, *, samples: int, source: str = "", progress: Progress | None = None
+    ) -> "Judge":
         check_sets(images, net, samples=samples)
-        return cls(images=images, net=net, real=look_at_real(images, net, progress=progress))
+        return cls(images=images, source=source, net=net, real=look_at_real(images, net, progress=progress))
 
     def judge(
         self,

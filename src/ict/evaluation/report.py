@@ -46,7 +46,7 @@ def write_report(run: Path, images: Images) -> Path:
         columns="Each column is one class. " if generator.spec.class_names else "",
         enlarged=f"Shown {scale} times enlarged." if scale > 1 else "",
         sigma_mid=f"{generator.spec.sigma_mid:g}",
-        scores=score_section(read_records(run / "eval.json"), config.data.source),
+        scores=score_section(read_records(run / "eval.json")),
         nearest=nearest_panel(one_step, images),
         film=film_strip(run, records),
         charts=charts(records),

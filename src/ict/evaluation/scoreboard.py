@@ -6,12 +6,12 @@ from ict.evaluation.chart import Chart
 from ict.evaluation.records import Record, main_scores, published_rows, with_spread
 
 
-def score_section(records: list[Record], source: str) -> str:
+def score_section(records: list[Record]) -> str:
     """The scores of this run beside the paper's, and their curve over the checkpoints."""
     if not records:
         return ""
-    kinds = dict.fromkeys((record["features"], record["samples"]) for record in records)
-    tables = [score_table([r for r in records if (r["features"], r["samples"]) == kind], source) for kind in kinds]
+    kinds = dict.fromkeys(map(kind_of, records))
+    tables = [score_table([record for record in records if kind_of(record) == kind]) for kind in kinds]
     return (
         "<h2>Scores</h2>"
         '<p class="note">Lower is better for Fréchet and kernel distances (FID, FD, KID, KD); precision is the share '
@@ -20,7 +20,12 @@ def score_section(records: list[Record], source: str) -> str:
     )
 
 
-def score_table(records: list[Record], source: str) -> str:
+def kind_of(record: Record) -> tuple[str, int, str]:
+    """What scores must have in common to stand in one table."""
+    return record["features"], record["samples"], record["real"]["checksum"]
+
+
+def score_table(records: list[Record]) -> str:
     """Records of one measure: a table, and a curve where several steps of the run were scored."""
     names = list(dict.fromkeys(name for record in records for name in main_scores(record["scores"])))
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ("model", "calls", *names))
@@ -30,11 +35,12 @@ def score_table(records: list[Record], source: str) -> str:
         cells = [f"{record['model']}{step}", str(len(record["sigmas"]) or "–")]
         cells += [with_spread(name, record["scores"]) for name in names]
         rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
-    for name, calls, scores in published_rows(source, names):
+    for name, calls, scores in published_rows(records[0]["real"]["source"], names):
         cells = [f"{name} (published)", str(calls), *(with_spread(one, scores) for one in names)]
         rows.append("".join(f'<td class="soft">{html.escape(cell)}</td>' for cell in cells))
     body = "".join(f"<tr>{row}</tr>" for row in rows)
-    about = f"{records[0]['samples']:,} samples, {records[0]['real']['count']:,} real images, {records[0]['features']}"
+    first, real = records[0], records[0]["real"]
+    about = f"{first['samples']:,} samples against {real['count']:,} images of {real['source']}, by {first['features']}"
     table = (
         f'<div class="card wide"><h3>{html.escape(about)}</h3><table class="scores"><tr>{head}</tr>{body}</table></div>'
     )
