@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest   # two tests at a time: one thread each, or they wait for each other
 
 .PHONY: demo test test-slow test-data lint format clean
 .DELETE_ON_ERROR:
@@ -14,10 +15,10 @@ demo: $(VENV)/core          ## train a digit generator and show it: runs/digits/
 	@echo "Open runs/digits/report.html in a browser."
 
 test: $(VENV)/dev           ## the fast tests
-	$(BIN)/pytest -n 2
+	$(PYTEST) -n 2
 
 test-slow: $(VENV)/dev      ## trains the digits twice, makes every known mistake on purpose
-	$(BIN)/pytest -m slow -n 2 --dist loadfile -rP
+	$(PYTEST) -m slow -n 2 --dist loadfile -rP
 
 test-data: $(VENV)/dev      ## with the real CIFAR-10 and Inception: make test-data CIFAR10=folder INCEPTION=file
 	ICT_CIFAR10=$(CIFAR10) ICT_INCEPTION=$(INCEPTION) $(BIN)/pytest -rP -k the_real tests/data/test_cifar10.py tests/evaluation

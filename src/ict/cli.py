@@ -189,7 +189,7 @@ def eval_(
     images: Annotated[str | None, typer.Option(help="Score these saved images instead of a model.")] = None,
     data: DataOption = None,
     data_path: DataPathOption = "",
-    split: Annotated[str, typer.Option(help="Which part of the real images.")] = "train",
+    split: Annotated[str | None, typer.Option(help="Which part of the real images.")] = None,
     steps: Annotated[str, typer.Option(metavar="N,…", help="Network calls a sample; 1,2 scores both.")] = "1",
     sigmas: Annotated[
         str | None, typer.Option(metavar="S1,S2,…", help="Noise levels of the calls, instead of --steps.")
@@ -210,7 +210,11 @@ def eval_(
     from ict.evaluation.command import run_eval
 
     averages = ema if ema in (None, "all") else parse_numbers("--ema", ema or "")
-    calls = tuple(int(one) if one == int(one) else 0 for one in parse_numbers("--steps", steps))
+    calls = parse_steps(steps)
+    require(
+        images is None or (ema is None and not checkpoints and sigmas is None),
+        "--images scores saved images: --ema, --checkpoints and --sigmas are for models",
+    )
     ladder = None if sigmas is None else tuple(parse_sigmas(sigmas))
     run_eval(
         model, images, data=data, data_path=data_path, split=split, steps=calls, sigmas=ladder, samples=samples,
@@ -224,7 +228,7 @@ def tune(
     model: Annotated[Path, typer.Argument(help="The folder of a run, or a model file.")],
     data: DataOption = None,
     data_path: DataPathOption = "",
-    split: Annotated[str, typer.Option(help="Which part of the real images.")] = "train",
+    split: Annotated[str | None, typer.Option(help="Which part of the real images.")] = None,
     steps: Annotated[int, typer.Option(help="Network calls a sample.")] = 2,
     samples: Annotated[int, typer.Option(help="Samples of the fine search.")] = 10_000,
     first: Annotated[int, typer.Option(help="Samples of the first, coarse look.")] = 5_000,
@@ -245,6 +249,13 @@ def tune(
         model, data=data, data_path=data_path, split=split, steps=steps, samples=samples, first=first, ema=averages,
         seed=seed, features=features, weights=weights, batch=batch, write=write, device=device,
     )  # fmt: skip
+
+
+def parse_steps(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(one) for one in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--steps {text}: give whole numbers with commas between them, like 1,2") from None
 
 
 def parse_numbers(option: str, text: str) -> list[float]:

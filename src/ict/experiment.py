@@ -24,7 +24,7 @@ from ict.model import ModelSpec, build_model, pack_model
 from ict.objectives import Step, build_objective
 from ict.pictures import comfortable_scale, grid, png
 from ict.runfolder import leftovers, open_folder
-from ict.sampling import Generator
+from ict.sampling import Generator, load
 from ict.training.budget import Budget
 from ict.training.checkpoint import Found, restore, save_checkpoint, surroundings
 from ict.training.interrupt import Interrupt, Stopped
@@ -73,14 +73,17 @@ class Run:
         check_finite(self.state, self.state.loss.item(), self.state.gradient.item())
         plan = ScorePlan(steps=(wanted.steps,), samples=wanted.samples)
         (record,) = evaluate(self.generator(), self.judge, plan, name=IN_TRAINING)
-        name = self.judge.net.frechet
+        name, place = self.judge.net.frechet, self.folder / "best.safetensors"
         others = [old for old in read_records(path) if same_measure(old, record)]
-        add_record(path, record)
+        if not others and place.is_file():  # the measure is another than before: what was best is measured again
+            others = list(evaluate(load(place, device=self.state.model.device), self.judge, plan, name=IN_TRAINING))
+        for one in (*others, record):
+            add_record(path, one)
         best = min((old["scores"][name] for old in others if old["step"] != self.state.step), default=math.inf)
-        better = record["scores"][name] < best
+        better = record["scores"][name] < best or not place.is_file()
         if better:
             packed = pack_model(self.spec, self.state.averages[0].weights, self.origin())
-            write_atomically(self.folder / "best.safetensors", packed)
+            write_atomically(place, packed)
         shown = " · ".join(f"{key} {show_number(key, value)}" for key, value in main_scores(record["scores"]).items())
         self.say(f"step {self.state.step:,}: {shown}{' (the best so far)' if better else ''}")
 
@@ -127,6 +130,8 @@ def run(
     spec = ModelSpec.from_config(config, images.class_names)
     place = pick_device(device)
     judge = open_judge(config, images, place) if config.evaluation.times else None
+    if resume:
+        read_records(folder / "eval.json")  # damaged: said now, not after hours
     if place.type == "cuda":
         make_deterministic(config.training.deterministic)
     state = new_state(config, build_model(spec, seed=config.seed).to(place))

@@ -1,9 +1,12 @@
 """Writing files so that a crash leaves the old one or the new one, never half of one; and a run's folder."""
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -26,7 +29,7 @@ def write_synced(path: Path, data: bytes) -> None:
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file in one step; on an error (a full disk) the old one stays and nothing is left lying about."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")  # two processes do not meet in it
     try:
         write_synced(temporary, data)
         temporary.replace(path)
@@ -34,6 +37,14 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait for other processes that hold the same lock."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def remove(path: Path) -> None:

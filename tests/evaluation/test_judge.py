@@ -2,8 +2,11 @@
 
 import io
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from helpers import tiny_config
@@ -21,7 +24,7 @@ from ict.evaluation.records import add_record, main_scores, published_rows, read
 from ict.evaluation.tune import Ladder, Search, coarse, tune
 from ict.experiment import run
 from ict.model import ModelSpec, build_model
-from ict.sampling import Generator, load
+from ict.sampling import Generator, check_ladder, load
 
 CPU = torch.device("cpu")
 
@@ -146,13 +149,14 @@ def test_repeats_give_mean_and_deviation():
 
 def test_records_are_added_and_replaced(tmp_path):
     path = tmp_path / "eval.json"
-    record = {"model": "m", "step": 1, "ema": 0.9, "sigmas": [80.0], "samples": 9, "seeds": [0], "features": "digits",
-              "weights": "w", "real": {}, "scores": {"FD-digits": 5.0}}  # fmt: skip
+    record = {"model": "m", "run": "r", "step": 1, "ema": 0.9, "sigmas": [80.0], "samples": 9, "seeds": [0],
+              "features": "digits", "weights": "w", "real": {}, "scores": {"FD-digits": 5.0}}  # fmt: skip
     add_record(path, record)
     add_record(path, {**record, "step": 2})
     add_record(path, {**record, "scores": {"FD-digits": 4.0}})
     assert [(r["step"], r["scores"]["FD-digits"]) for r in read_records(path)] == [(2, 5.0), (1, 4.0)]
-    for damaged in (b"", b"[]", b'{"format": "ict-eval-1"}', b'{"format": "other", "records": []}'):
+    for damaged in (b"", b"[]", b'{"format": "ict-eval-1"}', b'{"format": "other", "records": []}',
+                    b'{"format": "ict-eval-1", "records": [{}]}'):  # fmt: skip
         path.write_bytes(damaged)
         with pytest.raises(ConfigError, match="move it away"):
             add_record(path, record)
@@ -177,8 +181,8 @@ def test_the_search_finds_the_valley_and_gives_the_best_it_has_seen(valley):
         asked.append(place)
         return abs(place - valley) + 1.0
 
-    low, high = coarse(Search(function), 1280)
-    assert low <= valley <= high and len(asked) == 9
+    low, middle, high = coarse(Search(function), 1280)
+    assert low <= valley <= high and low <= middle <= high and len(asked) == 9
     asked.clear()
     search = Search(function)
     best = search.thirds(low, high, stop=8)
@@ -207,6 +211,25 @@ def test_a_step_of_the_ladder_is_a_step_of_the_sampler(digits, net):
     assert scored == pytest.approx(
         judge.judge(generator, samples=100, sigmas=[80.0, 2.0, 0.5], seed=3)["FD-digits"], rel=1e-3
     )
+
+
+def test_tuning_many_steps_stays_on_the_grid(digits, net, monkeypatch):
+    """A score that always prefers the lowest level leaves nothing for the next step: that is said."""
+    generator, judge = untrained(), Judge.of(digits, net, samples=70)
+    monkeypatch.setattr(Ladder, "score", lambda self, sigma, samples: sigma)
+    with pytest.raises(ConfigError, match="no level is left below"):
+        tune(generator, judge, steps=6, samples=70, first=70, stop=1)
+    monkeypatch.setattr(Ladder, "score", lambda self, sigma, samples: -sigma)
+    sigmas, _ = tune(generator, judge, steps=4, samples=70, first=70, stop=1)
+    check_ladder(sigmas, generator.spec.noise)
+
+
+def test_tuning_is_never_worse_than_what_it_has_seen(digits, net, monkeypatch):
+    rng = np.random.default_rng(0)
+    generator, judge, said = untrained(), Judge.of(digits, net, samples=70), []
+    monkeypatch.setattr(Ladder, "score", lambda self, sigma, samples: float(rng.normal()))
+    _, score = tune(generator, judge, steps=2, samples=70, first=70, say=lambda *line: said.append(line))
+    assert score == min(found for _, found, _ in said)
 
 
 def test_tuning_gives_falling_levels_and_their_score(digits, net):
@@ -241,7 +264,48 @@ def test_scoring_a_run(trained, tmp_path):
     assert done.exit_code == 0, text
     rows = [record for record in read_records(trained / "eval.json") if record["samples"] == 100]
     assert {(r["step"], r["ema"]) for r in rows} == {(s, e) for s in (4, 8, 12) for e in (0.9, 0.99)}
-    assert "in one step</h3>" in (trained / "report.html").read_text()  # the curve over the checkpoints
+    page = (trained / "report.html").read_text()  # a curve over the checkpoints for each average
+    assert "checkpoint: EMA 0.9, σ = 80" in page and "checkpoint: EMA 0.99, σ = 80" in page
+
+
+def test_a_page_shows_the_runs_own_images_whatever_it_was_compared_with(trained, tmp_path, digits):
+    for i, (image, label) in enumerate(zip(digits.pixels[:300], digits.labels[:300], strict=True)):
+        place = tmp_path / "other" / str(int(label)) / f"{i:03d}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(255 - image[0].numpy()).save(place)
+    invoke("eval", trained, "--samples", 150)
+    before = (trained / "report.html").read_text().split("<h2>Are they copies?</h2>")[1].split("<h2>")[0]
+    done, text = invoke("eval", trained, "--samples", 150, "--data", tmp_path / "other", "--features", "digits")
+    assert done.exit_code == 0, text
+    page = (trained / "report.html").read_text()
+    assert page.split("<h2>Are they copies?</h2>")[1].split("<h2>")[0] == before
+    assert "150 samples against 300 images" in page and "150 samples against 1,797 images" in page  # two tables
+
+
+def test_all_averages_of_a_run_whose_oldest_checkpoint_is_damaged(trained, tmp_path):
+    import shutil
+
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-00000004" / "ema-0.99.safetensors").write_bytes(b"")
+    done, text = invoke("eval", tmp_path / "run", "--samples", 100, "--ema", "all", "--out", tmp_path / "e.json")
+    assert done.exit_code == 0, text
+
+
+def test_a_damaged_file_of_scores_is_said_before_anything_is_drawn(trained, tmp_path, monkeypatch):
+    (tmp_path / "e.json").write_text("{")
+    monkeypatch.setattr("ict.evaluation.command.open_judge", lambda *_, **__: pytest.fail("began"))
+    assert "move it away" in invoke("eval", trained, "--out", tmp_path / "e.json")[1]
+
+
+def test_records_of_two_processes_are_all_kept(tmp_path):
+    program = (
+        "import sys; from pathlib import Path; from ict.evaluation.records import IDENTITY, add_record\n"
+        "for i in range(10): add_record(Path(sys.argv[1]), {**dict.fromkeys(IDENTITY), 'step': (sys.argv[2], i),"
+        " 'scores': {}})"
+    )
+    path = tmp_path / "eval.json"
+    both = [subprocess.Popen([sys.executable, "-c", program, path, name]) for name in "ab"]
+    assert [one.wait() for one in both] == [0, 0] and len(read_records(path)) == 20
 
 
 def test_scoring_saved_images(tmp_path, digits):
@@ -276,8 +340,15 @@ def test_tuning_a_run_and_writing_the_model(trained, tmp_path):
         (("eval", "RUN", "--features", "inception", "--samples", 3000), "ict data get inception"),
         (("eval", "RUN", "--features", "fid"), "--features = 'fid' is not known"),
         (("eval", "RUN", "--samples", 10), "10 samples are too few"),
-        (("eval", "RUN", "--steps", "0"), "use at least 1"),
-        (("eval", "RUN", "--steps", "one"), "give numbers"),
+        (("eval", "RUN", "--steps", "0"), "--steps 0: use 1 to 1000"),
+        (("eval", "RUN", "--steps", "1.5"), "--steps 1.5: give whole numbers"),
+        (("eval", "RUN", "--steps", "inf"), "--steps inf: give whole numbers"),
+        (("eval", "RUN", "--samples", 10**12), "at most 10 million"),
+        (("eval", "RUN", "--seed", "-1"), "--seed -1: use"),
+        (("eval", "RUN", "--split", "test"), "not divided"),
+        (("eval", "RUN", "--out", "RUN"), "is a folder"),
+        (("eval", "--images", "x", "--data", "digits", "--checkpoints"), "are for models"),
+        (("tune", "RUN", "--batch", "0"), "--batch 0: use at least 1"),
         (("eval", "RUN", "--ema", "0.5"), "has the rates 0.9, 0.99"),
         (("eval", "RUN", "--data", "cifar10", "--features", "digits"), "ict data get cifar10"),
         (("eval", "RUN", "--sigmas", "80,90", "--samples", 100), "falling noise levels"),

@@ -132,6 +132,14 @@ def test_copies_are_seen():
     assert copied.copies == 1 and copied.nearest < 0.01
 
 
+def test_copies_are_seen_in_a_set_that_holds_images_twice():
+    real = torch.rand(500, 64, generator=torch.Generator().manual_seed(0))
+    for twice in (20, 500):
+        found = compare_neighbours(torch.cat((real, real[:twice])), real)
+        assert found.copies == 1 and found.nearest == 0
+    assert compare_neighbours(torch.ones(50, 4), torch.ones(50, 4)).copies == 1
+
+
 # --- KID and IS
 
 

@@ -8,8 +8,6 @@ The key is a hash of the source's files (names, sizes, times) and of the options
 set. It is made beside its place and moved there whole; a second process that wants the same set waits for the first.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import io
 import json
@@ -29,7 +27,7 @@ from ict.config import DataConfig, require
 from ict.data.decode import Target
 from ict.data.pile import Entry, Pile
 from ict.data.workers import decode_all
-from ict.files import cache_home, sync_folder, write_synced
+from ict.files import cache_home, locked, sync_folder, write_synced
 
 if TYPE_CHECKING:
     from ict.data.images import Images
@@ -179,14 +177,6 @@ def open_prepared(folder: Path) -> "Images":
     file = PixelFile(folder / "pixels.u8", shape, sha256=manifest["sha256"])
     labels = torch.from_numpy(np.load(folder / "labels.npy", allow_pickle=False))
     return Images(pixels=file.pixels(), labels=labels, class_names=tuple(manifest["classes"]), file=file)
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Wait for other processes that make the same set."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _first_reason(refused: list[tuple[str, str]]) -> str:

@@ -19,7 +19,7 @@ from ict.display import DataProgress
 from ict.evaluation.evaluate import Plan, data_of, evaluate, evaluate_images, load_models, run_of
 from ict.evaluation.features import open_features, usual_features
 from ict.evaluation.judge import Judge
-from ict.evaluation.records import Record, add_record, main_scores, published_rows, with_spread
+from ict.evaluation.records import Record, add_record, check_place, main_scores, published_rows, with_spread
 from ict.evaluation.report import write_report
 from ict.evaluation.tune import tune
 from ict.files import write_atomically
@@ -55,7 +55,7 @@ def run_eval(
     *,
     data: str | None,
     data_path: str,
-    split: str,
+    split: str | None,
     features: str | None,
     weights: Path | None,
     device: str,
@@ -66,6 +66,8 @@ def run_eval(
 ) -> None:
     place = pick_device(device)
     console = Console()
+    if out is not None:
+        check_place(out)
     if images is not None:
         config, saved = saved_images(images, data, data_path, split)
         judge = open_judge(config, features=features, weights=weights, device=place, samples=len(saved))
@@ -80,8 +82,9 @@ def run_eval(
     models = load_models(model, ema=ema, checkpoints=checkpoints, device=place)
     name, generator = next(models)
     config = data_of(model, data, data_path, split, generator)
+    path = out or (run_of(model) or model.resolve().parent) / "eval.json"
+    check_place(path)
     judge = open_judge(config, features=features, weights=weights, device=place, samples=wanted.samples)
-    path = out or (run_of(model) or model.parent) / "eval.json"
     records: list[Record] = []
     with Progress(transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=wanted.samples)
@@ -105,7 +108,7 @@ def run_eval(
         print(f"page: {write_report(run, own)}")
 
 
-def saved_images(images: str, data: str | None, data_path: str, split: str) -> tuple[DataConfig, Images]:
+def saved_images(images: str, data: str | None, data_path: str, split: str | None) -> tuple[DataConfig, Images]:
     """Saved images as they are, and the real ones at the same size."""
     require(data is not None, "--data: say which real images to compare with")
     assert data is not None
@@ -114,7 +117,7 @@ def saved_images(images: str, data: str | None, data_path: str, split: str) -> t
         size, channels = sizes[data]
     else:
         size, channels = size_of(images), 3
-    config = DataConfig(source=data, path=data_path, split=split, image_size=size, channels=channels)
+    config = DataConfig(source=data, path=data_path, split=split or "train", image_size=size, channels=channels)
     with DataProgress() as progress:
         saved = load_images(DataConfig(source=images, image_size=size, channels=channels), progress)
     shapes = {tuple(found) for found in extremes(saved)}
@@ -146,7 +149,9 @@ def show(console: Console, records: list[Record], judge: Judge) -> None:
     """A table of scores, with the paper's beside them where it has any."""
     names = list(dict.fromkeys(name for record in records for name in main_scores(record["scores"])))
     suffix = f"-{judge.net.name}"  # said once, below the table
-    table = Table("model", "step", "EMA", "calls", *(name.removesuffix(suffix) for name in names), box=None)
+    table = Table("model", "step", "EMA", "calls", box=None)
+    for name in names:
+        table.add_column(name.removesuffix(suffix), no_wrap=True, min_width=7)
     for record in records:
         step = "" if record["step"] is None else f"{record['step']:,}"
         ema = "" if record["ema"] is None else str(record["ema"])
@@ -156,7 +161,9 @@ def show(console: Console, records: list[Record], judge: Judge) -> None:
         table.add_row(
             f"{name}, published", "", "", str(calls), *(with_spread(one, scores) for one in names), style="dim"
         )
-    console.print(table)
+    # Numbers are never cut off: a narrow terminal breaks the lines itself.
+    wide = Console(width=max(console.width, 160), soft_wrap=True) if not console.is_terminal else console
+    wide.print(table)
     samples = records[0]["samples"]
     few = judge.net.name == "inception" and samples < 50_000
     console.print(
@@ -172,7 +179,7 @@ def run_tune(
     *,
     data: str | None,
     data_path: str,
-    split: str,
+    split: str | None,
     steps: int,
     samples: int,
     first: int,
@@ -185,6 +192,9 @@ def run_tune(
     device: str,
 ) -> None:
     place, console = pick_device(device), Console()
+    Plan(steps=(steps,), samples=samples, seed=seed, batch=batch)  # the same limits
+    require(steps >= 2, f"--steps {steps}: one step has no level to choose; use 2 or more")
+    require(write is None or not write.is_dir(), f"--write {write} is a folder: name a file")
     require(write is None or steps == 2, "--write keeps the level of two steps: leave it out, or use --steps 2")
     judge: Judge | None = None
     best: tuple[float, list[float], Generator] | None = None
@@ -207,7 +217,7 @@ def run_tune(
     if best is None:
         raise ConfigError(f"{model} holds no model")
     score, sigmas, generator = best
-    levels = ",".join(f"{sigma:.4f}".rstrip("0").rstrip(".") for sigma in sigmas)
+    levels = ",".join(f"{sigma:.6g}" for sigma in sigmas)
     print(f"best: EMA {generator.origin.get('ema')}, --sigmas {levels}")
     if write is not None:
         spec = replace(generator.spec, sigma_mid=sigmas[-1])

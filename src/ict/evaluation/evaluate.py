@@ -16,7 +16,7 @@ from ict.evaluation.judge import Judge, summary
 from ict.evaluation.records import Record
 from ict.files import list_checkpoints
 from ict.recipes import load_recipe
-from ict.sampling import Generator, load
+from ict.sampling import Generator, check_count, load
 from ict.training.checkpoint import check_checkpoint
 
 
@@ -32,34 +32,40 @@ class Plan:
     batch: int = 250
 
     def __post_init__(self) -> None:
-        require(bool(self.steps) and min(self.steps) >= 1, f"--steps {self.steps}: use at least 1")
+        steps = ",".join(map(str, self.steps))
+        require(bool(self.steps) and 1 <= min(self.steps) <= max(self.steps) <= 1000, f"--steps {steps}: use 1 to 1000")
+        check_count(self.samples)
+        require(0 <= self.seed <= 2**62, f"--seed {self.seed}: use a whole number from 0 to 2^62")
         require(self.repeats >= 1, f"--repeats {self.repeats}: use at least 1")
         require(self.batch >= 1, f"--batch {self.batch}: use at least 1")
 
 
 def run_of(model: Path) -> Path | None:
     """The folder of the run that a model belongs to."""
-    for folder in (model, model.parent, model.parent.parent):
+    place = model.resolve()
+    for folder in (place, *list(place.parents)[:3]):
         if (folder / "recipe.toml").is_file():
             return folder
     return None
 
 
-def data_of(model: Path | None, source: str | None, path: str, split: str, generator: Generator | None) -> DataConfig:
+def data_of(
+    model: Path | None, source: str | None, path: str, split: str | None, generator: Generator | None
+) -> DataConfig:
     """The real images to compare with: those that were asked for, or those that the run learned from."""
     run = run_of(model) if model is not None else None
     learned = load_recipe(run / "recipe.toml").data if run is not None else None
     if source is None:
         require(learned is not None, "--data: say which real images to compare with")
         assert learned is not None
-        return learned if split == "train" else replace(learned, split=split)
+        return replace(learned, path=path or learned.path, split=split or learned.split)
     same = learned is not None and learned.source == source
     values: dict[str, Any] = {"source": source, "path": path or (learned.path if same and learned else "")}
     if generator is not None:
         values |= {"image_size": generator.spec.image_size, "channels": generator.spec.channels}
     if learned is not None:
         values |= {"fit": learned.fit, "background": learned.background}
-    return DataConfig(**values, split=split)
+    return DataConfig(**values, split=split or "train")
 
 
 def models_of(
@@ -70,7 +76,7 @@ def models_of(
     require(bool(places), f"{model} holds no checkpoints")
     for place in places:
         if ema == "all":
-            newest = [*list_checkpoints(place), place][-1 if checkpoints else 0]
+            newest = [place, *list_checkpoints(place)][-1]
             try:
                 rates = check_checkpoint(newest)["recipe"]["training"]["ema"]
             except (OSError, KeyError) as error:
@@ -98,6 +104,7 @@ def evaluate(
             )
         yield {
             "model": name,
+            "run": generator.origin.get("run"),
             "step": generator.origin.get("step"),
             "ema": generator.origin.get("ema"),
             "sigmas": [round(sigma, 6) for sigma in sigmas],
@@ -125,8 +132,8 @@ def evaluate_images(images: Images, judge: Judge, *, name: str, progress: Callab
     begun = time.perf_counter()
     scores = judge.judge_images(images, progress=progress)
     return {
-        "model": name, "step": None, "ema": None, "sigmas": [], "samples": len(images), "seeds": [], **about(judge),
-        "scores": scores, "seconds": round(time.perf_counter() - begun, 1),
+        "model": name, "run": None, "step": None, "ema": None, "sigmas": [], "samples": len(images), "seeds": [],
+        **about(judge), "scores": scores, "seconds": round(time.perf_counter() - begun, 1),
     }  # fmt: skip
 
 
@@ -135,5 +142,5 @@ def load_models(
 ) -> Iterator[tuple[str, Generator]]:
     """Each model with a name that tells it apart within its run."""
     for place, rate in models_of(model, ema=ema, checkpoints=checkpoints):
-        name = "checkpoint" if checkpoints else model.name
+        name = "checkpoint" if checkpoints else model.resolve().name
         yield name, load(place, ema=rate, device=device)

@@ -143,7 +143,8 @@ class Judge:
     ) -> dict[str, float]:
         """Draw samples, one network call for each of `sigmas`, and score them."""
         drawn = draw(generator, self.labels(generator, samples), sigmas or generator.ladder(1), samples, seed, batch)
-        return score(look(drawn, self.net, progress=progress), self.real, self.net)
+        seen = look(drawn, self.net, every=-(-samples // KEPT), progress=progress)
+        return score(seen, self.real, self.net)
 
     def judge_images(self, images: Images, *, batch: int = 250, progress: Progress | None = None) -> dict[str, float]:
         """Score images that somebody has saved."""
@@ -151,7 +152,8 @@ class Judge:
             images.shape == self.images.shape,
             f"the images are {images.describe()}, the real ones {self.images.describe()}: compare like with like",
         )
-        return score(look(images.pixels.split(batch), self.net, progress=progress), self.real, self.net)
+        seen = look(images.pixels.split(batch), self.net, every=-(-len(images) // KEPT), progress=progress)
+        return score(seen, self.real, self.net)
 
     def labels(self, generator: Generator, samples: int) -> Tensor | None:
         """Classes in the proportions of the real images -> int64 [samples], or None for a model without."""

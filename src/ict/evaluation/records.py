@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ict.config import ConfigError
-from ict.files import write_atomically
+from ict.config import ConfigError, require
+from ict.files import locked, write_atomically
 
 FORMAT = "ict-eval-1"
 Record = dict[str, Any]
 # A second score of the same thing replaces the first.
-IDENTITY = ("model", "step", "ema", "sigmas", "samples", "seeds", "features", "weights", "real")
+IDENTITY = ("model", "run", "step", "ema", "sigmas", "samples", "seeds", "features", "weights", "real")
 
 IN_TRAINING = "in training"  # the model of a record that was made on the way
 
@@ -47,7 +47,10 @@ def read_records(path: Path) -> list[Record]:
         found = json.loads(path.read_bytes())
         if found["format"] != FORMAT:
             raise ConfigError(f"{path} was written by another version: move it away")
-        return [{**record} for record in found["records"]]
+        records = [{**record} for record in found["records"]]
+        if not all(record.keys() >= {*IDENTITY, "scores"} for record in records):
+            raise ValueError("a record that is not whole")
+        return records
     except FileNotFoundError:
         return []
     except (ValueError, KeyError, TypeError) as error:
@@ -57,9 +60,20 @@ def read_records(path: Path) -> list[Record]:
 
 
 def add_record(path: Path, record: Record) -> None:
-    """Add a record to the file, in the place of one about the same thing."""
-    others = [old for old in read_records(path) if any(old.get(key) != record.get(key) for key in IDENTITY)]
-    write_atomically(path, json.dumps({"format": FORMAT, "records": [*others, record]}, indent=1).encode())
+    """Add a record to the file, in the place of one about the same thing; several processes may do so at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.with_name(f".{path.name}.lock")):
+        others = [old for old in read_records(path) if any(old.get(key) != record.get(key) for key in IDENTITY)]
+        write_atomically(path, json.dumps({"format": FORMAT, "records": [*others, record]}, indent=1).encode())
+
+
+def check_place(path: Path) -> None:
+    """Whether records can be added to a file, before there are any."""
+    require(not path.is_dir(), f"{path} is a folder: give a file for the scores")
+    read_records(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.with_name(f".{path.name}.lock")):
+        pass
 
 
 def same_measure(one: Record, other: Record) -> bool:

@@ -20,23 +20,31 @@ def score_section(records: list[Record]) -> str:
     )
 
 
-def kind_of(record: Record) -> tuple[str, int, str]:
+def kind_of(record: Record) -> tuple[str, str, int, str]:
     """What scores must have in common to stand in one table."""
-    return record["features"], record["samples"], record["real"]["checksum"]
+    return record["features"], record["weights"], record["samples"], record["real"]["checksum"]
 
 
 def score_table(records: list[Record]) -> str:
     """Records of one measure: a table, and a curve where several steps of the run were scored."""
     names = list(dict.fromkeys(name for record in records for name in main_scores(record["scores"])))
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("model", "calls", *names))
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("model", "step", "EMA", "σ", *names))
     rows = []
     for record in sorted(records, key=lambda r: (r["step"] or 0, len(r["sigmas"]))):
-        step = "" if record["step"] is None else f", step {record['step']:,}"
-        cells = [f"{record['model']}{step}", str(len(record["sigmas"]) or "–")]
+        seeds = f", {len(record['seeds'])} seeds" if len(record["seeds"]) > 1 else ""
+        step = "" if record["step"] is None else f"{record['step']:,}"
+        sigmas = ", ".join(f"{sigma:.4g}" for sigma in record["sigmas"]) or "–"
+        cells = [f"{record['model']}{seeds}", step, str(record["ema"] or ""), sigmas]
         cells += [with_spread(name, record["scores"]) for name in names]
         rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
     for name, calls, scores in published_rows(records[0]["real"]["source"], names):
-        cells = [f"{name} (published)", str(calls), *(with_spread(one, scores) for one in names)]
+        cells = [
+            f"{name} (published)",
+            "",
+            "",
+            f"{calls} call{'s' * (calls > 1)}",
+            *(with_spread(one, scores) for one in names),
+        ]
         rows.append("".join(f'<td class="soft">{html.escape(cell)}</td>' for cell in cells))
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     first, real = records[0], records[0]["real"]
@@ -48,13 +56,19 @@ def score_table(records: list[Record]) -> str:
 
 
 def score_curve(records: list[Record], name: str) -> str:
-    """The first score over the steps of the run, for one call an image."""
-    points = {
-        record["step"]: record["scores"][name] for record in records if record["step"] and len(record["sigmas"]) == 1
-    }
-    if len(points) < 2:
-        return ""
-    chart = Chart(xs=sorted(points), ys=[points[x] for x in sorted(points)], x_name="step", y_name=name, log=True)
-    return (
-        f'<div class="cards narrow"><div class="card"><h3>{html.escape(name)} in one step</h3>{chart.svg()}</div></div>'
-    )
+    """The first score over the steps of the run: a curve for each way of scoring that has several."""
+    curves: dict[tuple[str, str], dict[int, float]] = {}
+    for record in records:
+        if record["step"]:
+            sigmas = ", ".join(f"{sigma:.4g}" for sigma in record["sigmas"])
+            way = (record["model"], f"EMA {record['ema']}, σ = {sigmas}")
+            curves.setdefault(way, {})[record["step"]] = max(record["scores"][name], 1e-6)  # the axis is logarithmic
+    cards = []
+    for (model, how), points in curves.items():
+        if len(points) > 1:
+            xs = sorted(points)
+            chart = Chart(xs=xs, ys=[points[x] for x in xs], x_name="step", y_name=name, log=True)
+            note = html.escape(f"{model}: {how}")
+            cards.append(f'<div class="card"><h3>{html.escape(name)}</h3><p class="note">{note}</p>{chart.svg()}</div>')
+    narrow = " narrow" if len(cards) == 1 else ""
+    return f'<div class="cards{narrow}">{"".join(cards)}</div>' if cards else ""

@@ -40,7 +40,8 @@ class Search:
     def thirds(self, low: int, high: int, *, stop: int) -> int:
         """Narrow low..high by thirds until it is `stop` wide; gives the best place tried, not the last one."""
         while high - low > stop:
-            a, b = low + (high - low) // 3, high - (high - low) // 3
+            third = max(1, (high - low) // 3)
+            a, b = low + third, high - third
             if self(a) <= self(b):
                 high = b
             else:
@@ -122,17 +123,20 @@ def tune(
 
             return at
 
-        low, high = coarse(Search(measure(first)), ceiling)
-        search = Search(measure(samples))
+        require(ceiling > 2, f"no level is left below σ = {ladder.sigmas[-1]:.4g}: use fewer steps")
+        look_first = Search(measure(first))
+        low, middle, high = coarse(look_first, ceiling)
+        search = Search(measure(samples), dict(look_first.tried) if first == samples else {})
+        search(middle)
         best = search.thirds(low, high, stop=stop)
         score, ceiling = search.tried[best], best
         ladder.settle(sigmas[best].item())
     return ladder.sigmas, score
 
 
-def coarse(search: Search, ceiling: int) -> tuple[int, int]:
-    """The neighbours of the best of a few levels from the first to the ceiling, which bound the valley."""
-    places = sorted({max(1, round(ceiling * (i + 0.5) / COARSE)) for i in range(COARSE)})
+def coarse(search: Search, ceiling: int) -> tuple[int, int, int]:
+    """The best of a few levels between the first and the ceiling, and its neighbours, which bound the valley."""
+    places = sorted({min(max(1, round(ceiling * (i + 0.5) / COARSE)), ceiling - 1) for i in range(COARSE)})
     best = min(places, key=search)
     at = places.index(best)
-    return places[max(0, at - 1)] if at else 1, places[at + 1] if at + 1 < len(places) else ceiling - 1
+    return places[at - 1] if at else 1, best, places[at + 1] if at + 1 < len(places) else ceiling - 1
