@@ -42,8 +42,7 @@ class Plan:
 
 def run_of(model: Path) -> Path | None:
     """The folder of the run that a model belongs to."""
-    place = model.resolve()
-    for folder in (place, *list(place.parents)[:3]):
+    for folder in (model, *list(model.parents)[:3], *list(model.resolve().parents)[:3]):
         if (folder / "recipe.toml").is_file():
             return folder
     return None
