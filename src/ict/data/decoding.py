@@ -1,5 +1,6 @@
 """The process that decodes. It imports only what it needs, to start at once."""
 
+import mmap
 import os
 import pickle
 import signal
@@ -12,7 +13,6 @@ from ict.data.decode import Refused, Target, decode_planes
 from ict.data.pile import Entry, read_entry
 
 READY = b"ready"
-BEGUN = 1  # said before each image: who it was if this is the last that is heard
 
 # An image (its contents are dropped), why it was refused if it was, and its width and height.
 Outcome = tuple[Entry, str | None, tuple[int, int]]
@@ -56,9 +56,15 @@ def main() -> None:
     answers.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nor does it reach the user: what matters is a reason
     os.dup2(2, 1)
+    counter = mmap.mmap(int(sys.argv[1]), 8)  # shared with the parent: how many images of the chunk were begun
+
+    def count() -> None:
+        counter[:8] = (int.from_bytes(counter[:8], "little") + 1).to_bytes(8, "little")
+
     while True:
         try:
             chunk = pickle.load(questions)
         except EOFError:
             return
-        send(answers, decode_chunk(chunk, target, begun=lambda: send(answers, BEGUN)))
+        counter[:8] = bytes(8)
+        send(answers, decode_chunk(chunk, target, begun=count))

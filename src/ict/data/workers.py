@@ -4,11 +4,13 @@ Each process runs decoding.py: it takes chunks of entries on its standard input 
 (Not `multiprocessing`: that would run the user's script again, or copy a process with threads.)
 """
 
+import mmap
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -16,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ict.data.decode import Target, fits
-from ict.data.decoding import BEGUN, READY, Chunk, decode_chunk, emptied, send
+from ict.data.decoding import READY, Chunk, decode_chunk, emptied, send
 from ict.data.pile import Entry
 
 CHUNK = 64  # images a process takes at a time
@@ -94,6 +96,10 @@ class Decoder:
         self.process: subprocess.Popen[bytes] | None = None
         self.deadline: float | None = None  # of the image that is being decoded
         self.late = self.stopped = False
+        self.shared = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `stop`)
+        self.shared.truncate(8)
+        self.counter = mmap.mmap(self.shared.fileno(), 8)
+        self.seen = 0
 
     def __call__(self, chunk: list[Entry]) -> Chunk:
         answer, place = self.ask(chunk)
@@ -109,15 +115,12 @@ class Decoder:
     def ask(self, chunk: list[Entry]) -> tuple[Chunk | str, int]:
         """The answer of the process, or what became of it and at which image."""
         process = self.start()
-        place = -1
         try:
             assert process.stdin is not None and process.stdout is not None
-            self.deadline = time.monotonic() + PATIENCE
+            self.counter[:8] = bytes(8)
+            self.seen, self.deadline = 0, time.monotonic() + PATIENCE
             send(process.stdin, chunk)
-            while (answer := pickle.load(process.stdout)) == BEGUN:  # from our own process
-                place += 1
-                self.deadline = time.monotonic() + PATIENCE
-            return answer, place
+            return pickle.load(process.stdout), 0  # from our own process
         except (OSError, EOFError, pickle.UnpicklingError):
             if self.stopped:
                 raise
@@ -125,26 +128,35 @@ class Decoder:
             process.kill()
             code, late = process.wait(), self.late
             self.late = False
+            place = max(0, self.begun() - 1)
             if late:
-                return f"takes longer than {PATIENCE:g} s to decode", max(0, place)
+                return f"takes longer than {PATIENCE:g} s to decode", place
             name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            return f"the decoder crashed on it ({name})", max(0, place)
+            return f"the decoder crashed on it ({name})", place
         finally:
             self.deadline = None
 
     def check(self) -> None:
         """Stop the process if its image takes too long."""
-        if self.deadline is not None and time.monotonic() > self.deadline and self.process is not None:
+        if self.deadline is None or self.process is None:
+            return
+        if self.begun() != self.seen:  # another image than when last looked
+            self.seen, self.deadline = self.begun(), time.monotonic() + PATIENCE
+        elif time.monotonic() > self.deadline:
             self.late = True
             self.process.kill()
+
+    def begun(self) -> int:
+        """How many images of the chunk the process has begun with; it writes that where both can see it."""
+        return int.from_bytes(self.counter[:8], "little")
 
     def start(self) -> subprocess.Popen[bytes]:
         if self.process is None:
             # The same import path as here, and no way to the user's own main module.
             program = f"import sys; sys.path[:] = {sys.path!r}; from ict.data.decoding import main; main()"
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
+            handle = self.shared.fileno()
+            command = [sys.executable, "-c", program, str(handle)]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(handle,))
             assert self.process.stdin is not None and self.process.stdout is not None
             send(self.process.stdin, self.target)
             if self.process.stdout.read(len(READY)) != READY:
@@ -156,3 +168,4 @@ class Decoder:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+        self.shared.close()
