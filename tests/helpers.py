@@ -1,6 +1,9 @@
 """What several tests build on: a recipe that trains in a second, and nets whose answer is known."""
 
+import io
 import math
+import tarfile
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +30,16 @@ def tiny_config(**sections: dict) -> Config:
     for section, changes in sections.items():
         values[section] = values.get(section, {}) | changes
     return from_dict(Config, values)
+
+
+def write_tar(path: Path, files: list[tuple[str, bytes]], mode: str = "w") -> Path:
+    """A tar of named contents; compressed by its mode."""
+    with tarfile.open(path, mode) as archive:
+        for name, content in files:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
 
 
 def step_of(batch: int, *, number: int = 0, done: int = 0, total: int = 100, seed: int = 0) -> Step:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ict.config import ConfigError, DataConfig, parse_duration, require
+from ict.config import NATURAL, ConfigError, DataConfig, parse_duration, require
 from ict.files import DamagedFile, holds_run
 from ict.frontpage import COMMANDS, page
 from ict.recipes import find_recipe, list_recipes, load_recipe
@@ -128,7 +128,7 @@ def sample(
     batch: Annotated[int, typer.Option(help="Images computed at a time.")] = 256,
     device: DeviceOption = "auto",
 ) -> None:
-    ladder = None if sigmas is None else parse_sigmas(sigmas)
+    ladder = parse_sigmas(sigmas)
     sheet = out.suffix.lower() == ".png"
     require(
         sheet or out.suffix.lower() not in (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
@@ -162,13 +162,6 @@ def sample(
         for number, image in enumerate(images):
             write_atomically(out / f"{number:0{digits}d}.png", png(grid(image[None], scale=scale or 1)))
     print(f"{count} images: {out}")
-
-
-def parse_sigmas(text: str) -> list[float]:
-    try:
-        return [float(one) for one in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--sigmas {text}: give numbers with commas between them, like 80,0.8") from None
 
 
 DataOption = Annotated[
@@ -209,17 +202,16 @@ def eval_(
 
     from ict.evaluation.command import run_eval
 
-    averages = ema if ema in (None, "all") else parse_numbers("--ema", ema or "")
     calls = parse_steps(steps)
     require(
         images is None or (ema is None and not checkpoints and sigmas is None),
         "--images scores saved images: --ema, --checkpoints and --sigmas are for models",
     )
-    ladder = None if sigmas is None else tuple(parse_sigmas(sigmas))
+    ladder = parse_sigmas(sigmas)
     run_eval(
         model, images, data=data, data_path=data_path, split=split, steps=calls, sigmas=ladder, samples=samples,
-        repeats=repeats, seed=seed, ema=averages, checkpoints=checkpoints, features=features, weights=weights,
-        batch=batch, out=out, device=device,
+        repeats=repeats, seed=seed, ema=parse_averages(ema), checkpoints=checkpoints, features=features,
+        weights=weights, batch=batch, out=out, device=device,
     )  # fmt: skip
 
 
@@ -244,10 +236,9 @@ def tune(
 
     from ict.evaluation.command import run_tune
 
-    averages = ema if ema in (None, "all") else parse_numbers("--ema", ema or "")
     run_tune(
-        model, data=data, data_path=data_path, split=split, steps=steps, samples=samples, first=first, ema=averages,
-        seed=seed, features=features, weights=weights, batch=batch, write=write, device=device,
+        model, data=data, data_path=data_path, split=split, steps=steps, samples=samples, first=first,
+        ema=parse_averages(ema), seed=seed, features=features, weights=weights, batch=batch, write=write, device=device,
     )  # fmt: skip
 
 
@@ -258,11 +249,19 @@ def parse_steps(text: str) -> tuple[int, ...]:
         raise ConfigError(f"--steps {text}: give whole numbers with commas between them, like 1,2") from None
 
 
-def parse_numbers(option: str, text: str) -> list[float]:
+def parse_sigmas(text: str | None) -> list[float] | None:
+    return None if text is None else parse_numbers("--sigmas", text, example="80,0.8")
+
+
+def parse_averages(text: str | None) -> list[float] | str | None:
+    return text if text in (None, "all") else parse_numbers("--ema", text, example="0.999,0.9999")
+
+
+def parse_numbers(option: str, text: str, *, example: str) -> list[float]:
     try:
         return [float(one) for one in text.split(",")]
     except ValueError:
-        raise ConfigError(f"{option} {text}: give numbers with commas between them") from None
+        raise ConfigError(f"{option} {text}: give numbers with commas between them, like {example}") from None
 
 
 @app.command(help=COMMANDS["report"])
@@ -291,7 +290,6 @@ FitOption = Annotated[str, typer.Option(help="How an image becomes square: crop 
 BackgroundOption = Annotated[int, typer.Option(help="Grey under transparent pixels and beside padded ones.")]
 PathOption = Annotated[str, typer.Option(help="Where cifar10 or imagenet64 is.")]
 SplitOption = Annotated[str, typer.Option(help="Which part of a set that has several.")]
-NATURAL = {"digits": (8, 1), "cifar10": (32, 3), "imagenet64": (64, 3)}  # pixels a side and channels
 
 
 def data_config(source: str, size: int, grey: bool, fit: str, background: int, path: str, split: str) -> DataConfig:

@@ -45,6 +45,7 @@ def bind(function: Callable[..., T], section: Any) -> Callable[..., T]:
     return functools.partial(function, **{name: getattr(section, name) for name in names})
 
 
+NATURAL = {"digits": (8, 1), "cifar10": (32, 3), "imagenet64": (64, 3)}  # pixels a side and channels of named sets
 FEEDS = ("auto", "resident", "stream")
 
 

@@ -14,8 +14,7 @@ from ict.data import Images, load_images
 from ict.device import make_deterministic, pick_device
 from ict.display import DataProgress, LastingConsole, TrainingDisplay, format_time
 from ict.evaluation.evaluate import Plan as ScorePlan
-from ict.evaluation.evaluate import evaluate
-from ict.evaluation.features import open_features, usual_features
+from ict.evaluation.evaluate import evaluate, open_judge
 from ict.evaluation.judge import Judge
 from ict.evaluation.records import IN_TRAINING, add_record, main_scores, read_records, same_measure, show_number
 from ict.evaluation.report import write_report
@@ -77,8 +76,8 @@ class Run:
         others = [old for old in read_records(path) if same_measure(old, record)]
         if not others and place.is_file():  # the measure is another than before: what was best is measured again
             others = list(evaluate(load(place, device=self.state.model.device), self.judge, plan, name=IN_TRAINING))
-        for one in (*others, record):
-            add_record(path, one)
+            add_record(path, others[0])
+        add_record(path, record)
         best = min((old["scores"][name] for old in others if old["step"] != self.state.step), default=math.inf)
         better = record["scores"][name] < best or not place.is_file()
         if better:
@@ -129,7 +128,14 @@ def run(
         images = load_images(config.data, progress)
     spec = ModelSpec.from_config(config, images.class_names)
     place = pick_device(device)
-    judge = open_judge(config, images, place) if config.evaluation.times else None
+    scoring = config.evaluation
+    judge = None
+    if scoring.times:  # everything that scores need is looked for before the run begins
+        weights = Path(scoring.weights).expanduser() if scoring.weights else None
+        judge = open_judge(
+            config.data, images=images, features=scoring.features, weights=weights, device=place,
+            samples=scoring.samples,
+        )  # fmt: skip
     if resume:
         read_records(folder / "eval.json")  # damaged: said now, not after hours
     if place.type == "cuda":
@@ -184,21 +190,6 @@ def follow(this: Run, plan: Plan) -> None:
                 raise Stopped(interrupt.asked)
     this.log.finish(state)
     this.save()
-
-
-def open_judge(config: Config, images: Images, device: torch.device) -> Judge:
-    """What a run is scored by on the way: everything that it needs is looked for before the run begins."""
-    wanted = config.evaluation
-    name = wanted.features or usual_features(config.data.source)
-    net = open_features(name, weights=Path(wanted.weights).expanduser() if wanted.weights else None, device=device)
-    with DataProgress("looking at the real images", total=len(images)) as progress:
-        return Judge.of(
-            images,
-            net,
-            samples=wanted.samples,
-            source=config.data.source,
-            progress=lambda done: progress(done, len(images)),
-        )
 
 
 def rehearse(config: Config, state: TrainState, images: Images) -> None:

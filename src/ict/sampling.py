@@ -48,11 +48,27 @@ def sample_numbers(
     """
     x = torch.zeros(len(numbers), *model.image_shape, device=numbers.device)
     for call, sigma in enumerate(sigmas):
-        z = rng.normal(numbers, model.image_shape, seed=seed, step=call, stream=Stream.SAMPLING)
-        scale = sigma if call == 0 else (sigma**2 - model.noise.sigma_min**2) ** 0.5
-        x = model(x + scale * z, torch.full((len(x),), sigma, device=x.device), labels)
-        x = x.clamp(-1, 1) if clip else x
+        x = sample_call(model, x, numbers, call=call, sigma=sigma, seed=seed, labels=labels, clip=clip)
     return x
+
+
+@torch.no_grad()
+def sample_call(
+    model: ConsistencyModel,
+    x: Tensor,
+    numbers: Tensor,
+    *,
+    call: int,
+    sigma: float,
+    seed: int,
+    labels: Tensor | None,
+    clip: bool,
+) -> Tensor:
+    """One network call on images that have had `call` of them: noise of the level is added, and taken away."""
+    z = rng.normal(numbers, model.image_shape, seed=seed, step=call, stream=Stream.SAMPLING)
+    scale = sigma if call == 0 else (sigma**2 - model.noise.sigma_min**2) ** 0.5
+    x = model(x + scale * z, torch.full((len(x),), sigma, device=x.device), labels)
+    return x.clamp(-1, 1) if clip else x
 
 
 class Generator:

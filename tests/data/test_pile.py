@@ -32,11 +32,6 @@ COLOUR = Target(size=8, channels=3, fit="crop", background=255)
 GREY = Target(size=8, channels=1, fit="crop", background=255)
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("ICT_CACHE", str(tmp_path / "cache"))
-
-
 def encoded(image: Image.Image, form: str = "PNG", **options) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, form, **options)

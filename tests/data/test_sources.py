@@ -3,13 +3,12 @@
 import io
 import json
 import os
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_config
+from helpers import tiny_config, write_tar
 from PIL import Image
 
 from ict.config import ConfigError, DataConfig
@@ -23,11 +22,6 @@ SIZE, COUNT = 8, 10
 RNG = np.random.default_rng(0)
 PIXELS = RNG.integers(0, 256, (COUNT, SIZE, SIZE, 3), dtype=np.uint8)
 CLASSES = [i % 3 for i in range(COUNT)]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("ICT_CACHE", str(tmp_path / "cache"))
 
 
 def data(source, **changes) -> DataConfig:
@@ -44,15 +38,6 @@ def png(pixels: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()
-
-
-def write_tar(path: Path, files: list[tuple[str, bytes]], mode: str = "w") -> Path:
-    with tarfile.open(path, mode) as archive:
-        for name, content in files:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return path
 
 
 def files() -> list[tuple[str, bytes]]:

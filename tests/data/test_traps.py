@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import tiny_config, write_tar
 from PIL import Image
 
 import ict.data.workers as workers
@@ -23,11 +23,6 @@ from ict.data.pile import Pile
 from ict.data.plainpickle import Call, NotPlain, read_plain
 from ict.data.prepare import prepare, read_manifest, sort_labels
 from ict.data.sources import open_source
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("ICT_CACHE", str(tmp_path / "cache"))
 
 
 def data(source, **changes) -> DataConfig:
@@ -45,15 +40,6 @@ def encoded(value: int, form: str = "PNG") -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8), (value, 0, 0)).save(buffer, form)
     return buffer.getvalue()
-
-
-def write_tar(path: Path, files: list[tuple[str, bytes]], mode: str = "w") -> Path:
-    with tarfile.open(path, mode) as archive:
-        for name, content in files:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return path
 
 
 def classes_of(source) -> dict[int, str]:

@@ -29,11 +29,6 @@ from ict.sampling import Generator, check_ladder, load
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("ICT_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture(scope="module")
 def digits() -> Images:
     return load_images(tiny_config().data)

@@ -10,7 +10,6 @@ import json
 import lzma
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +22,6 @@ MAX_RATIO = 200  # of unpacked to packed size
 MAX_LABEL = 1 << 20  # bytes of a .cls, a .json or a header
 BESIDE = 16  # images of one sample
 OPENERS: dict[bytes, Callable[[Path], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
-DAMAGE = (tarfile.TarError, zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, OSError, zlib.error,
-          lzma.LZMAError)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +34,7 @@ class Zip:
         return stamp_of(self.path)
 
     def count(self) -> int | None:
-        return sum(1 for _ in self.members())
+        return len(self.members())
 
     def members(self) -> list[zipfile.ZipInfo]:
         try:

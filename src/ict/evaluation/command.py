@@ -2,24 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from ict.config import ConfigError, DataConfig, require
+from ict.config import NATURAL, ConfigError, DataConfig, require
 from ict.data import Images, load_images
 from ict.data.prepare import read_manifest
 from ict.device import pick_device
 from ict.display import DataProgress
-from ict.evaluation.evaluate import Plan, data_of, evaluate, evaluate_images, load_models, run_of
-from ict.evaluation.features import open_features, usual_features
+from ict.evaluation.evaluate import Plan, data_of, evaluate, evaluate_images, load_models, open_judge, run_of
 from ict.evaluation.judge import Judge
-from ict.evaluation.records import Record, add_record, check_place, main_scores, published_rows, with_spread
+from ict.evaluation.records import Record, add_record, check_place, published_rows, score_names, with_spread
 from ict.evaluation.report import write_report
 from ict.evaluation.tune import tune
 from ict.files import write_atomically
@@ -28,25 +27,6 @@ from ict.recipes import load_recipe
 from ict.sampling import Generator
 
 Averages = Sequence[float] | str | None
-
-
-def open_judge(
-    config: DataConfig, *, features: str | None, weights: Path | None, device: torch.device, samples: int | None
-) -> Judge:
-    """The feature net first: without its weights nothing need be decoded or drawn."""
-    net = open_features(features or usual_features(config.source), weights=weights, device=device)
-    with DataProgress() as progress:
-        real = load_images(replace(config, classes=0), progress)
-    samples = net.dimension + 1 if samples is None else samples
-    with DataProgress("looking at the real images", total=len(real)) as progress:
-        return Judge.of(
-            real, net, samples=samples, source=name_of(config), progress=lambda done: progress(done, len(real))
-        )
-
-
-def name_of(config: DataConfig) -> str:
-    """What a set is called in records: the papers' rows stand beside the training images alone."""
-    return config.source if config.split == "train" else f"{config.source} ({config.split})"
 
 
 def run_eval(
@@ -80,25 +60,21 @@ def run_eval(
     assert model is not None
     wanted = Plan(**plan)
     models = load_models(model, ema=ema, checkpoints=checkpoints, device=place)
-    name, generator = next(models)
-    config = data_of(model, data, data_path, split, generator)
+    first = next(models)  # the real images are made to its size
+    config = data_of(model, data, data_path, split, first[1])
     path = out or (run_of(model) or model.resolve().parent) / "eval.json"
     check_place(path)
     judge = open_judge(config, features=features, weights=weights, device=place, samples=wanted.samples)
     records: list[Record] = []
     with Progress(transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=wanted.samples)
-        while True:
+        for name, generator in chain([first], models):
             for record in evaluate(
                 generator, judge, wanted, name=name,
                 progress=lambda text, done, name=name: bar.update(task, description=f"{name}: {text}", completed=done),
             ):  # fmt: skip
                 add_record(path, record)
                 records.append(record)
-            following = next(models, None)
-            if following is None:
-                break
-            name, generator = following
     show(console, records, judge)
     print(f"scores: {path}")
     run = run_of(model)
@@ -112,11 +88,7 @@ def saved_images(images: str, data: str | None, data_path: str, split: str | Non
     """Saved images as they are, and the real ones at the same size."""
     require(data is not None, "--data: say which real images to compare with")
     assert data is not None
-    sizes = {"digits": (8, 1), "cifar10": (32, 3), "imagenet64": (64, 3)}
-    if data in sizes:
-        size, channels = sizes[data]
-    else:
-        size, channels = size_of(images), 3
+    size, channels = NATURAL[data] if data in NATURAL else (size_of(images), 3)
     config = DataConfig(source=data, path=data_path, split=split or "train", image_size=size, channels=channels)
     with DataProgress() as progress:
         saved = load_images(DataConfig(source=images, image_size=size, channels=channels), progress)
@@ -147,7 +119,7 @@ def extremes(images: Images) -> list[tuple[int, int]]:
 
 def show(console: Console, records: list[Record], judge: Judge) -> None:
     """A table of scores, with the paper's beside them where it has any."""
-    names = list(dict.fromkeys(name for record in records for name in main_scores(record["scores"])))
+    names = score_names(records)
     suffix = f"-{judge.net.name}"  # said once, below the table
     table = Table("model", "step", "EMA", "calls", box=None)
     for name in names:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from ict.config import ConfigError, DataConfig, require
-from ict.data import Images
+from ict.data import Images, load_images
+from ict.display import DataProgress
+from ict.evaluation.features import open_features, usual_features
 from ict.evaluation.judge import Judge, summary
 from ict.evaluation.records import Record
 from ict.files import list_checkpoints
@@ -25,7 +27,7 @@ class Plan:
     """What is drawn from each model."""
 
     steps: tuple[int, ...] = (1,)
-    sigmas: tuple[float, ...] | None = None  # instead of steps
+    sigmas: list[float] | None = None  # instead of steps
     samples: int = 50_000
     seed: int = 0
     repeats: int = 1
@@ -48,23 +50,41 @@ def run_of(model: Path) -> Path | None:
     return None
 
 
-def data_of(
-    model: Path | None, source: str | None, path: str, split: str | None, generator: Generator | None
-) -> DataConfig:
+def data_of(model: Path, source: str | None, path: str, split: str | None, generator: Generator) -> DataConfig:
     """The real images to compare with: those that were asked for, or those that the run learned from."""
-    run = run_of(model) if model is not None else None
+    run = run_of(model)
     learned = load_recipe(run / "recipe.toml").data if run is not None else None
     if source is None:
         require(learned is not None, "--data: say which real images to compare with")
         assert learned is not None
         return replace(learned, path=path or learned.path, split=split or learned.split)
-    same = learned is not None and learned.source == source
-    values: dict[str, Any] = {"source": source, "path": path or (learned.path if same and learned else "")}
-    if generator is not None:
-        values |= {"image_size": generator.spec.image_size, "channels": generator.spec.channels}
-    if learned is not None:
-        values |= {"fit": learned.fit, "background": learned.background}
-    return DataConfig(**values, split=split or "train")
+    size, channels = generator.spec.image_size, generator.spec.channels
+    asked = DataConfig(source=source, path=path, split=split or "train", image_size=size, channels=channels)
+    if learned is None:
+        return asked
+    known = learned.path if learned.source == source else ""
+    return replace(asked, path=path or known, fit=learned.fit, background=learned.background)
+
+
+def open_judge(
+    config: DataConfig,
+    *,
+    features: str | None,
+    weights: Path | None,
+    device: torch.device,
+    samples: int,
+    images: Images | None = None,
+) -> Judge:
+    """The feature net first: without its weights nothing need be decoded (where `images` are not given) or drawn."""
+    net = open_features(features or usual_features(config.source), weights=weights, device=device)
+    if images is None:
+        with DataProgress() as progress:
+            images = load_images(replace(config, classes=0), progress)
+    count = len(images)
+    # The papers' rows stand beside the training images alone.
+    source = config.source if config.split == "train" else f"{config.source} ({config.split})"
+    with DataProgress("looking at the real images", total=count) as progress:
+        return Judge.of(images, net, samples=samples, source=source, progress=lambda done: progress(done, count))
 
 
 def models_of(
@@ -91,7 +111,7 @@ def evaluate(
     generator: Generator, judge: Judge, plan: Plan, *, name: str, progress: Callable[[str, int], object] | None = None
 ) -> Iterator[Record]:
     """Score one model as the plan says: a record for each number of steps."""
-    ladders = [list(plan.sigmas)] if plan.sigmas else [generator.ladder(steps) for steps in plan.steps]
+    ladders = [plan.sigmas] if plan.sigmas else [generator.ladder(steps) for steps in plan.steps]
     for sigmas in ladders:
         begun = time.perf_counter()
         scores = []

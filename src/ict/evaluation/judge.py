@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ict import rng
-from ict.config import ConfigError, require
+from ict.config import require
 from ict.data import Images, to_uint8
 from ict.evaluation.features import FeatureNet
 from ict.evaluation.metrics import (
@@ -44,9 +44,9 @@ class Seen:
     logits: Tensor | None = None
 
 
-def look(batches: Iterable[Tensor], net: FeatureNet, *, every: int = 1, progress: Progress | None = None) -> Seen:
-    """uint8 batches -> their features; of the features themselves every `every`-th is kept."""
-    total = MomentSum()
+def look(batches: Iterable[Tensor], net: FeatureNet, *, count: int = 0, progress: Progress | None = None) -> Seen:
+    """uint8 batches -> their features; of `count` images only so many features are kept as KEPT allows."""
+    total, every = MomentSum(), max(1, -(-count // KEPT))
     kept, logits = [], []
     for pixels in batches:
         features, scores = net(pixels)
@@ -72,7 +72,7 @@ def look_at_real(images: Images, net: FeatureNet, *, batch: int = 250, progress:
             yield images.pixels[start : start + batch]
             images.forget()
 
-    seen = look(batches(), net, every=-(-len(images) // KEPT), progress=progress)
+    seen = look(batches(), net, count=len(images), progress=progress)
     tensors = {"mean": seen.moments.mean, "covariance": seen.moments.covariance, "features": seen.features}
     header = {"format": FORMAT, "count": str(seen.moments.count)}
     data = safetensors.torch.save({name: one.cpu().contiguous() for name, one in tensors.items()}, metadata=header)
@@ -143,7 +143,7 @@ class Judge:
     ) -> dict[str, float]:
         """Draw samples, one network call for each of `sigmas`, and score them."""
         drawn = draw(generator, self.labels(generator, samples), sigmas or generator.ladder(1), samples, seed, batch)
-        seen = look(drawn, self.net, every=-(-samples // KEPT), progress=progress)
+        seen = look(drawn, self.net, count=samples, progress=progress)
         return score(seen, self.real, self.net)
 
     def judge_images(self, images: Images, *, batch: int = 250, progress: Progress | None = None) -> dict[str, float]:
@@ -152,7 +152,7 @@ class Judge:
             images.shape == self.images.shape,
             f"the images are {images.describe()}, the real ones {self.images.describe()}: compare like with like",
         )
-        seen = look(images.pixels.split(batch), self.net, every=-(-len(images) // KEPT), progress=progress)
+        seen = look(images.pixels.split(batch), self.net, count=len(images), progress=progress)
         return score(seen, self.real, self.net)
 
     def labels(self, generator: Generator, samples: int) -> Tensor | None:
@@ -177,9 +177,16 @@ def draw(
     for numbers in torch.arange(samples, device=generator.device).split(batch):
         chosen = None if labels is None else labels[numbers]
         x = sample_numbers(generator.model, numbers, sigmas=sigmas, seed=seed, labels=chosen, clip=True)
-        if not bool(x.isfinite().all()):
-            raise ConfigError("the model gives numbers that are not finite: it has diverged and cannot be judged")
-        yield to_uint8(x)
+        yield to_uint8(finite(x))
+
+
+def finite(x: Tensor) -> Tensor:
+    """The same samples, if they are numbers."""
+    require(
+        bool(x.isfinite().all()),
+        "the model gives numbers that are not finite: it has diverged and cannot be judged",
+    )
+    return x
 
 
 def summary(scores: list[dict[str, float]]) -> dict[str, Any]:

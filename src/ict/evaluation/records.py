@@ -99,6 +99,11 @@ def main_scores(scores: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in scores.items() if not name.endswith((" deviation", " over seeds"))}
 
 
+def score_names(records: list[Record]) -> list[str]:
+    """Every score that any of the records has, in their order."""
+    return list(dict.fromkeys(name for record in records for name in main_scores(record["scores"])))
+
+
 def with_spread(name: str, scores: dict[str, float], *, subsets: bool = True) -> str:
     """A score, with its deviation over seeds, or else over subsets."""
     if name not in scores:

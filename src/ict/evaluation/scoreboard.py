@@ -3,7 +3,7 @@
 import html
 
 from ict.evaluation.chart import Chart
-from ict.evaluation.records import Record, main_scores, published_rows, with_spread
+from ict.evaluation.records import Record, published_rows, score_names, with_spread
 
 
 def score_section(records: list[Record]) -> str:
@@ -25,16 +25,19 @@ def kind_of(record: Record) -> tuple[str, str, int, str]:
     return record["features"], record["weights"], record["samples"], record["real"]["checksum"]
 
 
+def levels_of(record: Record) -> str:
+    return ", ".join(f"{sigma:.4g}" for sigma in record["sigmas"])
+
+
 def score_table(records: list[Record]) -> str:
     """Records of one measure: a table, and a curve where several steps of the run were scored."""
-    names = list(dict.fromkeys(name for record in records for name in main_scores(record["scores"])))
+    names = score_names(records)
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ("model", "step", "EMA", "σ", *names))
     rows = []
     for record in sorted(records, key=lambda r: (r["step"] or 0, len(r["sigmas"]))):
         seeds = f", {len(record['seeds'])} seeds" if len(record["seeds"]) > 1 else ""
         step = "" if record["step"] is None else f"{record['step']:,}"
-        sigmas = ", ".join(f"{sigma:.4g}" for sigma in record["sigmas"]) or "–"
-        cells = [f"{record['model']}{seeds}", step, str(record["ema"] or ""), sigmas]
+        cells = [f"{record['model']}{seeds}", step, str(record["ema"] or ""), levels_of(record) or "–"]
         cells += [with_spread(name, record["scores"]) for name in names]
         rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
     for name, calls, scores in published_rows(records[0]["real"]["source"], names):
@@ -60,8 +63,7 @@ def score_curve(records: list[Record], name: str) -> str:
     curves: dict[tuple[str, str], dict[int, float]] = {}
     for record in records:
         if record["step"]:
-            sigmas = ", ".join(f"{sigma:.4g}" for sigma in record["sigmas"])
-            way = (record["model"], f"EMA {record['ema']}, σ = {sigmas}")
+            way = (record["model"], f"EMA {record['ema']}, σ = {levels_of(record)}")
             curves.setdefault(way, {})[record["step"]] = max(record["scores"][name], 1e-6)  # the axis is logarithmic
     cards = []
     for (model, how), points in curves.items():

@@ -5,20 +5,19 @@ function of the sample's number, so two levels are compared on the same noise. A
 sample finds the valley, thirds of it are tried on the whole sample.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ict import rng
-from ict.config import ConfigError, require
+from ict.config import require
 from ict.data import to_uint8
-from ict.evaluation.judge import Judge, look
+from ict.evaluation.judge import Judge, finite, look
 from ict.evaluation.metrics import frechet_distance
 from ict.noise import karras_sigmas
-from ict.rng import Stream
-from ict.sampling import Generator
+from ict.sampling import Generator, sample_call
 
 LEVELS = 1281
 COARSE = 9  # levels of the first look
@@ -67,19 +66,13 @@ class Ladder:
         self.x = torch.cat([x.cpu() for x in self.call(sigma, len(self.numbers))])
         self.sigmas.append(sigma)
 
-    @torch.no_grad()
-    def call(self, sigma: float, samples: int):
+    def call(self, sigma: float, samples: int) -> Iterator[Tensor]:
         """Batches of samples after one more call at a level."""
-        model, noise = self.generator.model, self.generator.spec.noise
-        scale = sigma if not self.sigmas else (sigma**2 - noise.sigma_min**2) ** 0.5
         for numbers in self.numbers[:samples].split(self.batch):
-            z = rng.normal(numbers, model.image_shape, seed=self.seed, step=len(self.sigmas), stream=Stream.SAMPLING)
-            x = self.x[numbers.cpu()].to(numbers.device) + scale * z
             labels = None if self.labels is None else self.labels[numbers]
-            x = model(x, torch.full((len(x),), sigma, device=x.device), labels).clamp(-1, 1)
-            if not bool(x.isfinite().all()):
-                raise ConfigError("the model gives numbers that are not finite: it has diverged and cannot be tuned")
-            yield x
+            x = self.x[numbers.cpu()].to(numbers.device)
+            place = {"call": len(self.sigmas), "sigma": sigma, "seed": self.seed}
+            yield finite(sample_call(self.generator.model, x, numbers, labels=labels, clip=True, **place))
 
     def score(self, sigma: float, samples: int) -> float:
         """The Fréchet distance after one more call at a level."""
@@ -111,22 +104,19 @@ def tune(
     sigmas = grid_of(generator)
     ladder = Ladder(generator, judge, samples=samples, seed=seed, batch=batch)
     ceiling, score = LEVELS - 1, float("nan")
+
+    def measure(count: int, place: int) -> float:
+        sigma = sigmas[place].item()
+        found = ladder.score(sigma, count)
+        if say is not None:
+            say(sigma, found, count)
+        return found
+
     for _ in range(steps - 1):
-
-        def measure(count: int) -> Callable[[int], float]:
-            def at(place: int) -> float:
-                sigma = sigmas[place].item()
-                found = ladder.score(sigma, count)
-                if say is not None:
-                    say(sigma, found, count)
-                return found
-
-            return at
-
         require(ceiling > 2, f"no level is left below σ = {ladder.sigmas[-1]:.4g}: use fewer steps")
-        look_first = Search(measure(first))
+        look_first = Search(partial(measure, first))
         low, middle, high = coarse(look_first, ceiling)
-        search = Search(measure(samples), dict(look_first.tried) if first == samples else {})
+        search = Search(partial(measure, samples), dict(look_first.tried) if first == samples else {})
         search(middle)
         best = search.thirds(low, high, stop=stop)
         score, ceiling = search.tried[best], best
