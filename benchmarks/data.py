@@ -2,9 +2,10 @@
 long a training step waits for its data.
 
     PYTHONPATH=src python benchmarks/data.py [count]
+    PYTHONPATH=src python benchmarks/data.py waiting
 
 Makes a folder of random JPEGs of 256×256 in a temporary place first; the cache goes there too. The last part trains the
-net of cifar10-ict at the size of the images and needs a GPU.
+net of cifar10-ict at the size of the images and needs a GPU; `waiting` measures that part alone, on random pixels.
 """
 
 import os
@@ -23,9 +24,11 @@ from torch.utils.data import DataLoader, Dataset
 from ict.config import DataConfig
 from ict.data import Images, batch_indices
 from ict.data.feed import open_feed
+from ict.data.images import PixelFile
 from ict.data.pile import Pile
 from ict.data.prepare import open_prepared, prepare
 from ict.data.sources import open_source
+from ict.device import place
 from ict.model import ModelSpec, build_model
 from ict.recipes import find_recipe, load_recipe
 from ict.training.budget import Budget
@@ -98,9 +101,22 @@ def main() -> None:
         print(f"batches of {BATCH} from the cache           {mapped:10,.0f} images/s")
         print(f"the same from a DataLoader             {loaded:10,.0f} images/s: {mapped / loaded:.0f} times slower")
         if torch.cuda.is_available():
-            for kind in ("resident", "stream"):
-                step, wait = measure_waiting(images, kind)
-                print(f"a training step, {kind:<8} {1000 * step:22.2f} ms, waiting for data: {wait / step:.2%}")
+            show_waiting(images)
+
+
+def show_waiting(images: Images) -> None:
+    for kind in ("resident", "stream"):
+        step, wait = measure_waiting(images, kind)
+        print(f"a training step, {kind:<8} {1000 * step:22.2f} ms, waiting for data: {wait / step:.2%}", flush=True)
+
+
+def wait_alone() -> None:
+    """The part about waiting, with random pixels in a file."""
+    with tempfile.TemporaryDirectory() as home:
+        shape = (10_000, 3, SIZE, SIZE)
+        (Path(home) / "pixels").write_bytes(np.random.default_rng(0).integers(0, 256, shape, np.uint8).tobytes())
+        file = PixelFile(Path(home) / "pixels", shape)
+        show_waiting(Images(pixels=file.pixels(), labels=torch.zeros(len(file)).long(), class_names=("",), file=file))
 
 
 def measure(work: Callable[[], object]) -> float:
@@ -164,8 +180,10 @@ def measure_waiting(images: Images, kind: str) -> tuple[float, float]:
         ],
     )
     spec = ModelSpec.from_config(config, ())
-    state = new_state(config, build_model(spec, seed=0).to("cuda"))
-    steps = train(config, state, images, Budget(steps=23))
+    model = build_model(spec, seed=0)
+    place(model, "cuda")
+    state = new_state(config, model)
+    steps = train(config, state, images, Budget(steps=13))
     for _ in range(3):
         next(steps)
     torch.cuda.synchronize()
@@ -173,8 +191,14 @@ def measure_waiting(images: Images, kind: str) -> tuple[float, float]:
     for _ in steps:
         pass
     torch.cuda.synchronize()
-    return (time.perf_counter() - begun) / 20, (state.waited - waited) / 20
+    return (time.perf_counter() - begun) / 10, (state.waited - waited) / 10
 
 
 if __name__ == "__main__":
-    decode_share(*sys.argv[2:]) if sys.argv[1:2] == ["alone"] else main()
+    match sys.argv[1:]:
+        case ["alone", *share]:
+            decode_share(*share)
+        case ["waiting"]:
+            wait_alone()
+        case _:
+            main()

@@ -14,7 +14,7 @@ import torch
 
 from ict.cost import measure
 from ict.data import Images
-from ict.device import make_deterministic
+from ict.device import make_deterministic, place
 from ict.model import ModelSpec, build_model
 from ict.recipes import find_recipe, load_recipe
 from ict.training.budget import Budget
@@ -36,7 +36,8 @@ def step_time(name: str, batch: int, *, warm: int = 3, timed: int = 8) -> tuple[
     )
     make_deterministic(config.training.deterministic)
     torch.cuda.reset_peak_memory_stats()
-    model = build_model(ModelSpec.from_config(config, images.class_names)).cuda()
+    model = build_model(ModelSpec.from_config(config, images.class_names))
+    place(model, "cuda")
     steps = train(config, new_state(config, model), images, Budget(steps=1000))
     for _ in range(warm):
         next(steps)

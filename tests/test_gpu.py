@@ -1,5 +1,7 @@
 """What must also hold on a GPU; skipped where there is none."""
 
+import contextlib
+import copy
 import io
 import signal
 
@@ -16,6 +18,9 @@ from ict.experiment import run
 from ict.files import list_checkpoints
 from ict.model import ModelSpec, build_model
 from ict.nets.dropout import Dropout, dropout_mask
+from ict.nets.kernels import plain_layers
+from ict.nets.layers import Fir
+from ict.nets.norm import Norm
 from ict.objectives import build_objective
 from ict.objectives.base import Step
 from ict.recipes import find_recipe, load_recipe
@@ -147,3 +152,64 @@ def test_runs_are_the_same_to_the_bit_streamed_or_resident(tmp_path):
         path = run(tiny_config(data={"feed": kind}), tmp_path / kind, device="cuda", console=quiet())
         weights.append(path.read_bytes())
     assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "groups"), [((8, 256, 32, 32), 32), ((3, 72, 7, 7), 12), ((2, 4, 1, 1), 1)])
+def test_fused_norms_are_as_near_to_the_truth_as_torchs(shape, groups, dtype, layout):
+    torch.manual_seed(0)
+    norm = Norm(groups, shape[1]).cuda().double()
+    torch.nn.init.normal_(norm.weight)
+    x = (2 * torch.randn(shape) + 5 * torch.randn(1, shape[1], 1, 1)).cuda().to(dtype).to(memory_format=layout)
+    rows = {name: torch.randn(shape[:2], device="cuda").double() for name in ("added", "scale", "shift")}
+    dy = torch.randn(shape, device="cuda", dtype=dtype)
+
+    def answers(kind: torch.dtype) -> list[torch.Tensor]:
+        module = copy.deepcopy(norm).to(torch.float32 if kind != torch.float64 else kind)
+        inputs = [x.detach().to(kind).requires_grad_()]
+        inputs += [row.to(module.weight.dtype).requires_grad_() for row in map(torch.clone, rows.values())]
+        y = module(inputs[0], **dict(zip(rows, inputs[1:], strict=True)), silu=True)
+        y.backward(dy.to(y.dtype))
+        return [y, *(each.grad for each in inputs), module.weight.grad, module.bias.grad]
+
+    exact, ours = answers(torch.float64), answers(dtype)
+    with plain_layers(), torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        theirs = answers(dtype)
+    for truth, mine, other in zip(exact, ours, theirs, strict=True):
+        error, usual = (mine.double() - truth).norm(), (other.double() - truth).norm()
+        assert error <= 2 * usual + max(1e-6, torch.finfo(dtype).eps) * truth.norm()
+
+
+@pytest.mark.parametrize("recipe", ["cifar10-ict", "imagenet64-ict"])
+@pytest.mark.parametrize("options", [{"up": 2}, {"down": 2}, {"padding": 2}])
+@pytest.mark.parametrize("size", [4, 6, 32])
+def test_the_fused_filter_is_the_filter(options, size):
+    layer, answers = Fir(**options).cuda(), []
+    torch.manual_seed(0)
+    x = torch.randn(3, 96, size, size, device="cuda", requires_grad=True)
+    for context in (contextlib.nullcontext, plain_layers):
+        with context():
+            y = layer(x)
+        (dx,) = torch.autograd.grad(y.cos().sum(), x)
+        answers.append((y, dx))
+    for ours, theirs in zip(*answers, strict=True):
+        assert ours.shape == theirs.shape and (ours - theirs).abs().max() < 1e-5
+
+
+def test_nets_with_fused_layers_are_the_same_nets(recipe):
+    config = load_recipe(find_recipe(recipe), ["net.channels=64", "net.blocks=1"])
+    model = build_model(ModelSpec.from_config(config, tuple(map(str, range(config.data.classes))))).cuda().train()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    size, label = config.data.image_size, torch.arange(4, device="cuda") if config.data.classes else None
+    x, sigma = torch.randn(4, 3, size, size).cuda(), torch.tensor([0.01, 0.5, 5.0, 80.0]).double().cuda()
+    found = []
+    for context in (contextlib.nullcontext, plain_layers):
+        with context(), torch.backends.cudnn.flags(allow_tf32=False):
+            model.zero_grad()
+            y = model(x, sigma, label, keys(4))
+            y.square().sum().backward()
+        found.append([y, *(p.grad.clone() for p in model.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).norm() <= 1e-3 * theirs.norm() + 1e-6

@@ -3,6 +3,7 @@
 import os
 
 import torch
+from torch import nn
 
 from ict.config import ConfigError
 
@@ -13,6 +14,13 @@ def make_deterministic(on: bool) -> None:
     torch.use_deterministic_algorithms(on)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore  # nothing here reads unwritten memory
     torch.backends.cudnn.benchmark = not on
+
+
+def place(module: nn.Module, device: torch.device | str) -> None:
+    """Move a net to a device; on a GPU also into the layout that its convolutions are fastest in."""
+    module.to(device)
+    if torch.device(device).type == "cuda":
+        module.to(memory_format=torch.channels_last)  # type: ignore
 
 
 def pick_device(name: str) -> torch.device:

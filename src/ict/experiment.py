@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ict.config import Config, ConfigError, require
 from ict.data import Images, load_images
-from ict.device import make_deterministic, pick_device
+from ict.device import make_deterministic, pick_device, place
 from ict.display import DataProgress, LastingConsole, TrainingDisplay, format_time
 from ict.evaluation.evaluate import Plan as ScorePlan
 from ict.evaluation.evaluate import evaluate, open_judge
@@ -127,20 +127,22 @@ def run(
     with DataProgress() as progress:
         images = load_images(config.data, progress)
     spec = ModelSpec.from_config(config, images.class_names)
-    place = pick_device(device)
+    where = pick_device(device)
     scoring = config.evaluation
     judge = None
     if scoring.times:  # everything that scores need is looked for before the run begins
         weights = Path(scoring.weights).expanduser() if scoring.weights else None
         judge = open_judge(
-            config.data, images=images, features=scoring.features, weights=weights, device=place,
+            config.data, images=images, features=scoring.features, weights=weights, device=where,
             samples=scoring.samples,
         )  # fmt: skip
     if resume:
         read_records(folder / "eval.json")  # damaged: said now, not after hours
-    if place.type == "cuda":
+    if where.type == "cuda":
         make_deterministic(config.training.deterministic)
-    state = new_state(config, build_model(spec, seed=config.seed).to(place))
+    model = build_model(spec, seed=config.seed)
+    place(model, where)
+    state = new_state(config, model)
     rehearse(config, state, images)
 
     # From here on the recipe is known to run, and the folder may be touched.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ict import rng
 from ict.config import ConfigError, NoiseConfig, require, suggest
+from ict.device import place
 from ict.files import list_checkpoints
 from ict.model import ConsistencyModel, ModelSpec, read_model
 from ict.rng import Stream
@@ -82,7 +83,7 @@ class Generator:
         return self.model.device
 
     def to(self, device: torch.device | str) -> "Generator":
-        self.model.to(device)
+        place(self.model, device)
         return self
 
     def sample(

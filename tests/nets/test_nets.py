@@ -121,11 +121,13 @@ def test_dropout_stands_between_the_second_silu_and_the_second_convolution(kind)
     built = net(kind=kind, dropout=0.3, channels=3)
     block = next(m for m in built.modules() if isinstance(m, ResidualBlock))
     seen = {}
-    block.norm2.register_forward_hook(lambda _m, _i, out: seen.update(norm=out))
+    block.norm2.register_forward_hook(
+        lambda _m, _i, options, out: seen.update(norm=out, silu=options["silu"]), with_kwargs=True
+    )
     block.dropout.register_forward_hook(lambda _m, i, out: seen.update(dropout=(i[0], out)))
     block.conv2.register_forward_hook(lambda _m, i, _out: seen.update(conv=i[0]))
     built(torch.randn(2, 3, 8, 8), torch.zeros(2), None, keys(2))
-    assert torch.equal(seen["dropout"][0], nn.functional.silu(seen["norm"]))
+    assert seen["silu"] and torch.equal(seen["dropout"][0], seen["norm"])
     assert torch.equal(seen["conv"], seen["dropout"][1])
 
 

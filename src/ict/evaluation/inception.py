@@ -131,14 +131,32 @@ class Block(nn.Module):
         return torch.cat([self.follow(branch, x) for branch in self.branches], dim=1)
 
     def follow(self, branch: Branch, x: Tensor) -> Tensor:
+        if branch[0] == "average":  # over pixels, and a 1×1 convolution over channels: the order is free
+            layer = getattr(self, branch[1][0])
+            return F.relu(pool("average", F.conv2d(x, layer.weight)) + layer.bias.view(-1, 1, 1))
         for step in branch:
             if isinstance(step, str):
                 x = pool(step, x)
             elif isinstance(step, list):
-                x = torch.cat([F.relu(getattr(self, name)(x)) for name, *_ in step], dim=1)
+                x = torch.cat([convolve(getattr(self, name), x) for name, *_ in step], dim=1)
             else:
-                x = F.relu(getattr(self, step[0])(x))
+                x = convolve(getattr(self, step[0]), x)
         return x
+
+
+def convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:
+    """Convolution and ReLU; one kernel where cuDNN has it."""
+    if x.is_cuda and torch.version.hip is None and torch.backends.cudnn.enabled:
+        return torch.cudnn_convolution_relu(
+            x,
+            layer.weight,
+            layer.bias,
+            layer.stride,
+            layer.padding,
+            layer.dilation,
+            layer.groups,  # type: ignore
+        )
+    return F.relu(layer(x))
 
 
 class Inception(nn.Module):
@@ -160,7 +178,7 @@ class Inception(nn.Module):
         x = (resize(pixels.float(), SIZE) - 128) / 128
         x = x.contiguous(memory_format=torch.channels_last)
         for step in STEM:
-            x = pool(step, x) if isinstance(step, str) else F.relu(getattr(self, step[0])(x))
+            x = pool(step, x) if isinstance(step, str) else convolve(getattr(self, step[0]), x)
         for name in BLOCKS:
             x = getattr(self, name)(x)
         features = x.mean(dim=(2, 3))

@@ -9,12 +9,13 @@ from torch import nn
 
 from ict.config import NetConfig
 from ict.nets.layers import BoxDown, BoxUp, Style
+from ict.nets.norm import Norm
 from ict.nets.unet import UNet
 
 
-def norm32(channels: int) -> nn.GroupNorm:
+def norm32(channels: int) -> Norm:
     """GroupNorm of 32 groups (fewer where they do not divide the channels)."""
-    return nn.GroupNorm(math.gcd(32, channels), channels)
+    return Norm(math.gcd(32, channels), channels)
 
 
 class ADM(UNet):

@@ -5,6 +5,7 @@ Shapes: B samples, C channels, H × W pixels. A key is one integer a sample that
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 
 from ict.config import require
 from ict.nets.dropout import Dropout
+from ict.nets.kernels import kernels_for
+from ict.nets.norm import Norm
 
 
 def zero_(module: nn.Module) -> nn.Module:
@@ -44,7 +47,7 @@ def as_it_is(module: nn.Module) -> nn.Module:
 class Style:
     """What tells one family's blocks from another's."""
 
-    norm: Callable[[int], nn.GroupNorm]
+    norm: Callable[[int], Norm]
     start: Callable[[nn.Module], nn.Module] = as_it_is  # weights of inner layers
     end: Callable[[nn.Module], nn.Module] = zero_  # weights of the last layer of a residual branch
     attend: Callable[[nn.Module], nn.Module] = as_it_is  # weights of queries, keys and values
@@ -53,12 +56,12 @@ class Style:
     project_resampled: bool = False  # a resampling block's shortcut has a 1×1 convolution even at equal width
 
 
-def group_norm(channels: int) -> nn.GroupNorm:
+def group_norm(channels: int) -> Norm:
     """GroupNorm of at most 32 groups of at least 4 channels."""
     groups = max(1, min(32, channels // 4))
     while channels % groups:
         groups -= 1
-    return nn.GroupNorm(groups, channels, eps=1e-6)
+    return Norm(groups, channels, eps=1e-6)
 
 
 class ResidualBlock(nn.Module):
@@ -79,25 +82,39 @@ class ResidualBlock(nn.Module):
     ):
         super().__init__()
         self.style, self.resample = style, resample
-        self.norm1, self.conv1 = style.norm(inputs), style.start(nn.Conv2d(inputs, outputs, 3, padding=1))
+        self.norm1 = style.norm(inputs)
+        self.conv1 = cast(nn.Conv2d, style.start(nn.Conv2d(inputs, outputs, 3, padding=1)))
         self.embed = style.start(nn.Linear(embedding, 2 * outputs if style.scale_shift else outputs))
         self.norm2, self.dropout = style.norm(outputs), Dropout(dropout)
-        self.conv2 = style.end(nn.Conv2d(outputs, outputs, 3, padding=1))
+        self.conv2 = cast(nn.Conv2d, style.end(nn.Conv2d(outputs, outputs, 3, padding=1)))
         projected = inputs != outputs or (resample is not None and style.project_resampled)
         self.skip = style.start(nn.Conv2d(inputs, outputs, 1)) if projected else nn.Identity()
 
     def forward(self, x: Tensor, embedding: Tensor, key: Tensor | None) -> Tensor:
-        h = F.silu(self.norm1(x))
+        h = self.norm1(x, silu=True)
         if self.resample is not None:
             h, x = self.resample(h), self.resample(x)
-        h, e = self.conv1(h), self.embed(embedding)[:, :, None, None]
+        h, e, bias = F.conv2d(h, self.conv1.weight, padding=1), self.embed(embedding), self.conv1.bias
         if self.style.scale_shift:
             scale, shift = e.chunk(2, dim=1)
-            h = self.norm2(h) * (1 + scale) + shift
+            h = self.norm2(h, added=bias, scale=scale, shift=shift, silu=True)
         else:
-            h = self.norm2(h + e)
-        h = self.conv2(self.dropout(F.silu(h), key))
-        return (self.skip(x) + h) * self.style.skip_scale
+            h = self.norm2(h, added=e + bias, silu=True)
+        h = self.dropout(h, key)
+        if kernels_for(h):
+            return self.join(x, h)
+        return (self.skip(x) + self.conv2(h)) * self.style.skip_scale
+
+    def join(self, x: Tensor, h: Tensor) -> Tensor:
+        """The same sum of the two paths, with the biases of their last convolutions added on the way."""
+        from ict.nets import fused
+
+        h, bias = F.conv2d(h, self.conv2.weight, padding=1), self.conv2.bias
+        assert bias is not None
+        if isinstance(self.skip, nn.Conv2d):
+            assert self.skip.bias is not None
+            x, bias = F.conv2d(x, self.skip.weight), bias + self.skip.bias
+        return fused.join(x, h, bias, scale=self.style.skip_scale)
 
 
 class Attention(nn.Module):
@@ -170,6 +187,10 @@ class Fir(nn.Module):
         self.register_buffer("kernel", torch.outer(taps, taps) * (up**2 / 64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if kernels_for(x):
+            from ict.nets import fused
+
+            return fused.fir(x, up=self.up, down=self.down, padding=self.padding)
         channels = x.shape[1]
         kernel = self.kernel.to(x.dtype).expand(channels, 1, 4, 4)
         if self.up > 1:

@@ -13,7 +13,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ict.config import NetConfig
 from ict.nets.dropout import number_dropouts
@@ -137,4 +136,4 @@ class NCSNpp(nn.Module):
             h = self.attend[level](h)
             if level < len(self.grow):
                 h = self.grow[level](h, embedding, key)
-        return self.conv_out(F.silu(self.norm_out(h)))
+        return self.conv_out(self.norm_out(h, silu=True))

@@ -139,7 +139,7 @@ class UNet(nn.Module):
             x = layer(x, embedding, key)
         for layer in self.up:
             x = layer(torch.cat((x, skips.pop()), dim=1) if isinstance(layer, Stage) else x, embedding, key)
-        return self.conv_out(F.silu(self.norm_out(x)))
+        return self.conv_out(self.norm_out(x, silu=True))
 
 
 def check_size(config: NetConfig, image_size: int) -> None:

@@ -155,4 +155,8 @@ def restore(state: TrainState, found: Found) -> None:
     for average in state.averages:
         average.load(safetensors.torch.load_file(found.path / average_name(average.decay)))
     state.optimiser.load_state_dict(torch.load(found.path / "optimiser.pt", weights_only=True, map_location="cpu"))
+    for parameter, kept in state.optimiser.state.items():  # laid out as the parameter is, which a file does not keep
+        for name, tensor in kept.items():
+            if tensor.shape == parameter.shape:
+                kept[name] = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
     state.step, state.seconds = found.manifest["step"], found.manifest["seconds"]

@@ -1,0 +1,32 @@
+"""Whether layers use this project's own kernels (`fused.py`) or torch's: one switch for all of them."""
+
+import functools
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_wanted = True
+
+
+@contextmanager
+def plain_layers() -> Iterator[None]:
+    """Inside, all layers are torch's own also on a GPU: for comparing, and for derivatives that the kernels lack."""
+    global _wanted
+    before, _wanted = _wanted, False
+    try:
+        yield
+    finally:
+        _wanted = before
+
+
+@functools.cache
+def have_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def kernels_for(x: Tensor) -> bool:
+    """Whether a feature map is one that the kernels can serve."""
+    return _wanted and x.is_cuda and x.dtype != torch.float64 and have_triton()

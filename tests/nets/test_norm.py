@@ -1,0 +1,74 @@
+"""GroupNorm and what stands around it; the kernels are tried by Triton's interpreter where Triton is installed."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ict.nets.kernels import have_triton
+from ict.nets.norm import Norm
+
+COMPARE = """
+import torch
+from torch.nn import functional as F
+from ict.nets import fused
+from ict.nets.layers import Fir
+
+torch.manual_seed(0)
+for samples, channels, size, groups, silu in [(2, 12, 5, 2, True), (3, 72, 18, 9, True), (1, 128, 4, 32, False)]:
+    x = 2 * torch.randn(samples, channels, size, size) + 30 * torch.randn(1, channels, 1, 1)  # far from zero
+    inputs = [x.double(), *(torch.randn(samples, channels).double() for _ in range(3))]
+    dy = torch.randn(x.shape)
+    for each in inputs:
+        each.requires_grad_()
+    x, w, b, a = (each[:, :, None, None] if each.ndim == 2 else each for each in inputs)
+    exact = F.group_norm(x + a, groups, eps=1e-5) * w + b
+    exact = F.silu(exact) if silu else exact
+    exact.backward(dy.double())
+    ours = [each.detach().float().requires_grad_() for each in inputs]
+    y = fused.norm(*ours, groups=groups, eps=1e-5, silu=silu)
+    y.backward(dy)
+    assert (y - exact).abs().max() < 3e-6
+    for mine, each in zip(ours, inputs):
+        assert (mine.grad - each.grad).abs().max() < 1e-5 * each.grad.abs().max()
+
+x, w, b = (torch.randn(shape, requires_grad=True) for shape in ((2, 8, 4, 4), (8,), (8,)))  # rows for all samples alike
+answers = [fused.norm(x, w, b, None, groups=4, eps=1e-5, silu=True), F.silu(F.group_norm(x, 4, w, b, 1e-5))]
+for mine, theirs in zip(*(torch.autograd.grad(y.cos().sum(), (x, w, b)) for y in answers)):
+    assert (mine - theirs).abs().max() < 1e-5
+
+for options in ({"up": 2}, {"down": 2}, {"padding": 2}):
+    for size in (4, 6):
+        layer, x = Fir(**options), torch.randn(2, 5, size, size, requires_grad=True)
+        answers = [layer(x), fused.fir(x, up=layer.up, down=layer.down, padding=layer.padding)]
+        assert answers[0].shape == answers[1].shape and (answers[0] - answers[1]).abs().max() < 1e-6
+        ours, theirs = (torch.autograd.grad(y.cos().sum(), x)[0] for y in answers)
+        assert (ours - theirs).abs().max() < 1e-5
+
+x, h, bias = (torch.randn(shape, requires_grad=True) for shape in ((2, 6, 3, 3), (2, 6, 3, 3), (6,)))
+answers = [(x + h + bias[:, None, None]) * 0.5, fused.join(x, h, bias, scale=0.5)]
+assert (answers[0] - answers[1]).abs().max() < 1e-6
+for mine, theirs in zip(*(torch.autograd.grad(y.cos().sum(), (x, h, bias)) for y in answers)):
+    assert (mine - theirs).abs().max() < 1e-5
+"""
+
+
+@pytest.mark.skipif(not have_triton(), reason="needs Triton")
+def test_the_kernels_compute_what_the_layers_do():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", COMPARE], check=True, env=environment)
+
+
+def test_a_norm_adds_scales_shifts_and_activates():
+    torch.manual_seed(0)
+    norm, x = Norm(3, 6), torch.randn(2, 6, 4, 4)
+    torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(norm.bias)
+    added, scale, shift = (torch.randn(2, 6) for _ in range(3))
+    y = F.group_norm(x + added[:, :, None, None], 3, norm.weight, norm.bias)
+    y = y * (1 + scale[:, :, None, None]) + shift[:, :, None, None]
+    assert torch.allclose(norm(x, added=added, scale=scale, shift=shift, silu=True), F.silu(y), atol=1e-6)
+    assert torch.allclose(norm(x, added=added[0]), norm(x + added[0, :, None, None]))
+    assert torch.equal(norm(x), F.group_norm(x, 3, norm.weight, norm.bias))
