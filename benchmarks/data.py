@@ -116,7 +116,7 @@ def wait_alone() -> None:
         shape = (10_000, 3, SIZE, SIZE)
         (Path(home) / "pixels").write_bytes(np.random.default_rng(0).integers(0, 256, shape, np.uint8).tobytes())
         file = PixelFile(Path(home) / "pixels", shape)
-        show_waiting(Images(pixels=file.pixels(), labels=torch.zeros(len(file)).long(), class_names=("",), file=file))
+        show_waiting(Images(pixels=file.pixels(), labels=torch.zeros(shape[0]).long(), class_names=("",), file=file))
 
 
 def measure(work: Callable[[], object]) -> float:

@@ -15,6 +15,7 @@ COMPARE = """
 import torch
 from torch.nn import functional as F
 from ict.nets import fused
+from ict.nets.dropout import dropout_mask, layer_keys
 from ict.nets.layers import Fir
 
 torch.manual_seed(0)
@@ -37,6 +38,14 @@ for samples, channels, size, groups, silu in [(2, 12, 5, 2, True), (3, 72, 18, 9
 
 x, w, b = (torch.randn(shape, requires_grad=True) for shape in ((2, 8, 4, 4), (8,), (8,)))  # rows for all samples alike
 answers = [fused.norm(x, w, b, None, groups=4, eps=1e-5, silu=True), F.silu(F.group_norm(x, 4, w, b, 1e-5))]
+for mine, theirs in zip(*(torch.autograd.grad(y.cos().sum(), (x, w, b)) for y in answers)):
+    assert (mine - theirs).abs().max() < 1e-5
+
+key = torch.arange(2) * 77 - 5
+keys, mask = layer_keys(key, salt=3), dropout_mask(x.shape, key, p=0.3, salt=3)
+plain = torch.where(mask, F.silu(F.group_norm(x, 4, w, b, 1e-5)) / 0.7, 0)
+answers = [fused.norm(x, w, b, None, groups=4, eps=1e-5, silu=True, keys=keys, p=0.3), plain]
+assert torch.equal(answers[0] == 0, answers[1] == 0)
 for mine, theirs in zip(*(torch.autograd.grad(y.cos().sum(), (x, w, b)) for y in answers)):
     assert (mine - theirs).abs().max() < 1e-5
 

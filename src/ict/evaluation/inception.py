@@ -152,9 +152,9 @@ def convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:
             layer.weight,
             layer.bias,
             layer.stride,
-            layer.padding,
+            layer.padding,  # type: ignore
             layer.dilation,
-            layer.groups,  # type: ignore
+            layer.groups,
         )
     return F.relu(layer(x))
 

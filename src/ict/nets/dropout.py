@@ -18,23 +18,41 @@ class Dropout(nn.Module):
         self.salt = 0  # number_dropouts gives each layer of a net its own
 
     def forward(self, x: Tensor, key: Tensor | None) -> Tensor:
+        keys = self.keys(key)
+        return x if keys is None else torch.where(hashed_mask(x.shape, keys, p=self.p), x * (1 / (1 - self.p)), 0)
+
+    def keys(self, key: Tensor | None) -> Tensor | None:
+        """What decides this layer's mask: int32 [B], or None where nothing is dropped."""
         if not self.training or self.p == 0:
-            return x
+            return None
         if key is None:
             raise ValueError(
                 "a net with dropout needs a key for each sample in training mode: pass key=… or call .eval()"
             )
-        kept = dropout_mask(x.shape, key, p=self.p, salt=self.salt)
-        return torch.where(kept, x * (1 / (1 - self.p)), 0)
+        return layer_keys(key, salt=self.salt)
 
 
 def dropout_mask(shape: torch.Size, key: Tensor, *, p: float, salt: int) -> Tensor:
     """True where an element is kept -> bool of `shape`; a 32-bit integer hash of (key, salt, element)."""
-    elements = torch.arange(shape[1:].numel(), device=key.device, dtype=torch.int32).reshape(1, *shape[1:])
-    keys = _mix(key.to(torch.int32) ^ _signed(_GOLDEN * (salt + 1))).reshape(-1, *[1] * (len(shape) - 1))
+    return hashed_mask(shape, layer_keys(key, salt=salt), p=p)
+
+
+def layer_keys(key: Tensor, *, salt: int) -> Tensor:
+    """The keys of one layer -> int32 [B]."""
+    return _mix(key.to(torch.int32) ^ _signed(_GOLDEN * (salt + 1)))
+
+
+def hashed_mask(shape: torch.Size, keys: Tensor, *, p: float) -> Tensor:
+    """True where an element is kept -> bool of `shape`."""
+    elements = torch.arange(shape[1:].numel(), device=keys.device, dtype=torch.int32).reshape(1, *shape[1:])
     # Both sides are mixed before they meet: a plain product of `arange` would be folded by torch.compile into an index
     # expression that leaves int32, and a plain xor would make the masks of some samples permutations of each other.
-    return (_mix(_mix(elements) ^ keys) & 0xFFFFFF) >= round(p * 2**24)
+    return (_mix(_mix(elements) ^ keys.reshape(-1, *[1] * (len(shape) - 1))) & 0xFFFFFF) >= threshold(p)
+
+
+def threshold(p: float) -> int:
+    """Words of 24 bits below this are dropped."""
+    return round(p * 2**24)
 
 
 _GOLDEN = 0x9E3779B9

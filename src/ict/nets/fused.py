@@ -15,6 +15,8 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
+from ict.nets.dropout import threshold
+
 PIXELS = 256  # that one program of the first pass sums
 
 
@@ -39,6 +41,22 @@ def _slope(u, silu: tl.constexpr):
         return s * (1 + u * (1 - s))
     else:
         return u * 0 + 1
+
+
+@triton.jit
+def _mix(x):
+    """The hash of `dropout.py`, in int32 arithmetic that wraps."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+@triton.jit
+def _kept(keys, pixel, channel, pixels, threshold, p):
+    """What dropout multiplies each element of a tile with: 0 or 1 / (1 − p)."""
+    element = _mix(channel[None, :] * pixels + pixel[:, None])
+    word = _mix(element ^ tl.load(keys + tl.program_id(0)))
+    return tl.where((word & 0xFFFFFF) >= threshold, 1 / (1 - p), 0.0)
 
 
 @triton.jit
@@ -115,8 +133,11 @@ def _finish_back_kernel(first, second, rows, grads, parts, pixels, channels, siz
 
 
 @triton.jit
-def _map_kernel(x, y, scale, shift, pixels, channels, silu: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr):
-    """silu(scale x + shift), with a scale and a shift for each sample and channel."""
+def _map_kernel(
+    x, y, scale, shift, keys, threshold, p, pixels, channels,
+    silu: tl.constexpr, drops: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
+    """silu(scale x + shift), with a scale and a shift for each sample and channel; then dropout."""
     pixel, channel, base, row = _places(pixels, channels, tall, tall, wide)
     inside = channel < channels
     mask = (pixel < pixels)[:, None] & inside[None, :]
@@ -125,13 +146,15 @@ def _map_kernel(x, y, scale, shift, pixels, channels, silu: tl.constexpr, tall: 
     u = u * tl.load(scale + row, inside, 0.0)[None, :] + tl.load(shift + row, inside, 0.0)[None, :]
     if silu:
         u = u * tl.sigmoid(u)
+    if drops:
+        u *= _kept(keys, pixel, channel, pixels, threshold, p)
     tl.store(y + place, u.to(y.dtype.element_ty), mask)
 
 
 @triton.jit
 def _sum_back_kernel(
-    x, dy, scale, shift, centre, first, second, pixels, channels,
-    silu: tl.constexpr, span: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
+    x, dy, scale, shift, centre, keys, threshold, p, first, second, pixels, channels,
+    silu: tl.constexpr, drops: tl.constexpr, span: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     """With g the gradient before the silu: Σ g and Σ g (x − centre) of every channel over span pixels."""
     pixel, channel, base, row = _places(pixels, channels, span, tall, wide)
@@ -144,6 +167,8 @@ def _sum_back_kernel(
         place = base + pixel[:, None] * channels + channel[None, :]
         value = tl.load(x + place, mask, 0.0).to(tl.float32)
         g = tl.load(dy + place, mask, 0.0).to(tl.float32) * _slope(a * value + b, silu)
+        if drops:
+            g *= _kept(keys, pixel, channel, pixels, threshold, p)
         one, two = one + g, two + g * (value - middle)
         pixel += tall
     part = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * channels + channel
@@ -153,8 +178,8 @@ def _sum_back_kernel(
 
 @triton.jit
 def _map_back_kernel(
-    x, dy, dx, scale, shift, centre, bend, level, pixels, channels,
-    silu: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
+    x, dy, dx, scale, shift, centre, bend, level, keys, threshold, p, pixels, channels,
+    silu: tl.constexpr, drops: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     """dx = scale g + bend (x − centre) + level."""
     pixel, channel, base, row = _places(pixels, channels, tall, tall, wide)
@@ -164,6 +189,8 @@ def _map_back_kernel(
     value = tl.load(x + place, mask, 0.0).to(tl.float32)
     a, b = tl.load(scale + row, inside, 0.0)[None, :], tl.load(shift + row, inside, 0.0)[None, :]
     g = tl.load(dy + place, mask, 0.0).to(tl.float32) * _slope(a * value + b, silu)
+    if drops:
+        g *= _kept(keys, pixel, channel, pixels, threshold, p)
     value -= tl.load(centre + row, inside, 0.0)[None, :]
     out = a * g + tl.load(bend + row, inside, 0.0)[None, :] * value
     out += tl.load(level + row, inside, 0.0)[None, :]
@@ -177,7 +204,7 @@ def _tile(x: Tensor) -> tuple[int, int, int, int, int]:
     return samples, height * width, channels, max(1, min(64, 4096 // wide)), wide
 
 
-def _sums(kernel, x: Tensor, *others: Tensor, **options: bool) -> tuple[Tensor, Tensor]:
+def _sums(kernel, x: Tensor, *others: Tensor | float, **options: bool) -> tuple[Tensor, Tensor]:
     """What a summing kernel finds -> two tensors, float32 [B, parts, C]."""
     samples, pixels, channels, tall, wide = _tile(x)
     parts = triton.cdiv(pixels, PIXELS)
@@ -187,7 +214,7 @@ def _sums(kernel, x: Tensor, *others: Tensor, **options: bool) -> tuple[Tensor, 
     return first, second
 
 
-def _map(kernel, x: Tensor, *others: Tensor, **options: bool) -> None:
+def _map(kernel, x: Tensor, *others: Tensor | float, **options: bool) -> None:
     samples, pixels, channels, tall, wide = _tile(x)
     grid = (samples, triton.cdiv(pixels, tall), triton.cdiv(channels, wide))
     kernel[grid](x, *others, pixels, channels, **options, tall=tall, wide=wide)
@@ -198,8 +225,9 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor, added: Tensor | None, groups: int, eps: float, silu: bool
-    ):
+        ctx, x: Tensor, weight: Tensor, bias: Tensor, added: Tensor | None, keys: Tensor | None,
+        groups: int, eps: float, silu: bool, p: float,
+    ) -> Tensor:  # fmt: skip
         samples, height, width, channels = x.shape
         first, second = _sums(_sum_kernel, x)
         rows, size = torch.empty(5, samples, channels, device=x.device), channels // groups
@@ -209,19 +237,24 @@ class _Norm(torch.autograd.Function):
             height * width, channels, size, eps, adds=added is not None, wide=triton.next_power_of_2(size),
         )  # fmt: skip
         y = torch.empty_like(x)
-        _map(_map_kernel, x, y, rows[0], rows[1], silu=silu)
-        ctx.save_for_backward(x, rows)
-        ctx.groups, ctx.silu = groups, silu
+        drop = (x if keys is None else keys, threshold(p), p)
+        _map(_map_kernel, x, y, rows[0], rows[1], *drop, silu=silu, drops=keys is not None)
+        ctx.save_for_backward(x, rows, keys)
+        ctx.groups, ctx.silu, ctx.p = groups, silu, p
         ctx.dims = weight.ndim, bias.ndim, 0 if added is None else added.ndim
         return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore
-        x, rows = ctx.saved_tensors
+        x, rows, keys = ctx.saved_tensors
+        drop, options = (
+            (x if keys is None else keys, threshold(ctx.p), ctx.p),
+            {"silu": ctx.silu, "drops": keys is not None},
+        )
         samples, height, width, channels = x.shape
         dy, size = dy.contiguous(), channels // ctx.groups
         scale, shift, middle = rows[0], rows[1], rows[2]
-        first, second = _sums(_sum_back_kernel, x, dy, scale, shift, middle, silu=ctx.silu)
+        first, second = _sums(_sum_back_kernel, x, dy, scale, shift, middle, *drop, **options)
         grads = torch.empty_like(rows)
         _finish_back_kernel[samples, ctx.groups](
             first, second, rows, grads, first.shape[1], height * width, channels, size,
@@ -229,17 +262,21 @@ class _Norm(torch.autograd.Function):
         )  # fmt: skip
         dbias, dweight, dadded, bend, level = grads.unbind()
         dx = torch.empty_like(x)
-        _map(_map_back_kernel, x, dy, dx, scale, shift, middle, bend, level, silu=ctx.silu)
+        _map(_map_back_kernel, x, dy, dx, scale, shift, middle, bend, level, *drop, **options)
         found = zip((dweight, dbias, dadded), ctx.dims, strict=True)
-        return dx, *((None, each.sum(0), each)[ndim] for each, ndim in found), None, None, None
+        return dx, *((None, each.sum(0), each)[ndim] for each, ndim in found), *[None] * 5
 
 
 def norm(
-    x: Tensor, weight: Tensor, bias: Tensor, added: Tensor | None, *, groups: int, eps: float, silu: bool
-) -> Tensor:
-    """x [B, C, H, W] -> the same shape in channels_last; weight, bias and added are [C] or [B, C]."""
+    x: Tensor, weight: Tensor, bias: Tensor, added: Tensor | None, *, groups: int, eps: float, silu: bool,
+    keys: Tensor | None = None, p: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """x [B, C, H, W] -> the same shape in channels_last; weight, bias and added are [C] or [B, C].
+
+    With keys (int32 [B], from `Dropout.keys`) a share p of the elements is dropped.
+    """
     rows = [None if each is None else each.float().contiguous() for each in (weight, bias, added)]
-    return _Norm.apply(x.permute(0, 2, 3, 1).contiguous(), *rows, groups, eps, silu).permute(0, 3, 1, 2)
+    return _Norm.apply(x.permute(0, 2, 3, 1).contiguous(), *rows, keys, groups, eps, silu, p).permute(0, 3, 1, 2)
 
 
 # --- the filter [1, 3, 3, 1] in both directions

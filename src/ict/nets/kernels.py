@@ -28,5 +28,5 @@ def have_triton() -> bool:
 
 
 def kernels_for(x: Tensor) -> bool:
-    """Whether a feature map is one that the kernels can serve."""
-    return _wanted and x.is_cuda and x.dtype != torch.float64 and have_triton()
+    """Whether a feature map is one that the kernels serve; `torch.compile` writes its own."""
+    return _wanted and not torch.compiler.is_compiling() and x.is_cuda and x.dtype != torch.float64 and have_triton()

@@ -97,10 +97,9 @@ class ResidualBlock(nn.Module):
         h, e, bias = F.conv2d(h, self.conv1.weight, padding=1), self.embed(embedding), self.conv1.bias
         if self.style.scale_shift:
             scale, shift = e.chunk(2, dim=1)
-            h = self.norm2(h, added=bias, scale=scale, shift=shift, silu=True)
+            h = self.norm2(h, added=bias, scale=scale, shift=shift, silu=True, dropout=self.dropout, key=key)
         else:
-            h = self.norm2(h, added=e + bias, silu=True)
-        h = self.dropout(h, key)
+            h = self.norm2(h, added=e + bias, silu=True, dropout=self.dropout, key=key)
         if kernels_for(h):
             return self.join(x, h)
         return (self.skip(x) + self.conv2(h)) * self.style.skip_scale

@@ -1,13 +1,14 @@
-"""GroupNorm with what stands around it: a sum before it, a scale and a shift by sample, a SiLU after."""
+"""GroupNorm with what stands around it: a sum before it, a scale and a shift by sample, a SiLU and dropout after."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ict.nets.dropout import Dropout
 from ict.nets.kernels import kernels_for
 
 
 class Norm(nn.GroupNorm):
-    """y = norm(x + added) · (1 + scale) + shift, then a SiLU where asked. The three are [C] or [B, C]."""
+    """y = norm(x + added) · (1 + scale) + shift, then a SiLU and dropout where asked. The three are [C] or [B, C]."""
 
     def forward(  # type: ignore
         self,
@@ -17,9 +18,11 @@ class Norm(nn.GroupNorm):
         scale: Tensor | None = None,
         shift: Tensor | None = None,
         silu: bool = False,
+        dropout: Dropout | None = None,
+        key: Tensor | None = None,
     ) -> Tensor:
         if kernels_for(x):
-            return self.fused(x, added, scale, shift, silu)
+            return self.fused(x, added, scale, shift, silu, dropout, key)
         if added is not None:
             x = x + spread(added)
         y = super().forward(x)
@@ -27,9 +30,13 @@ class Norm(nn.GroupNorm):
             y = y * (1 + spread(scale))
         if shift is not None:
             y = y + spread(shift)
-        return F.silu(y) if silu else y
+        y = F.silu(y) if silu else y
+        return y if dropout is None else dropout(y, key)
 
-    def fused(self, x: Tensor, added: Tensor | None, scale: Tensor | None, shift: Tensor | None, silu: bool) -> Tensor:
+    def fused(
+        self, x: Tensor, added: Tensor | None, scale: Tensor | None, shift: Tensor | None, silu: bool,
+        dropout: Dropout | None, key: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         from ict.nets import fused
 
         weight, bias = self.weight, self.bias
@@ -37,7 +44,8 @@ class Norm(nn.GroupNorm):
             weight, bias = weight * (1 + scale), bias * (1 + scale)
         if shift is not None:
             bias = bias + shift
-        return fused.norm(x, weight, bias, added, groups=self.num_groups, eps=self.eps, silu=silu)
+        keys, p = (None, 0.0) if dropout is None else (dropout.keys(key), dropout.p)
+        return fused.norm(x, weight, bias, added, groups=self.num_groups, eps=self.eps, silu=silu, keys=keys, p=p)
 
 
 def spread(values: Tensor) -> Tensor:
