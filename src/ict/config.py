@@ -184,6 +184,8 @@ class TrainingConfig:
     save_every: int = 1000
     keep: int = 2  # how many of the newest checkpoints stay
     keep_every: int = 0  # besides, those whose step is a multiple of this stay for good; 0: none
+    rollbacks: int = 3  # times that a run which diverges goes back to a checkpoint before it gives up
+    shard_optimiser: bool = False  # on several ranks: each keeps only its share of the optimiser's state (ZeRO)
     deterministic: bool = True  # on a GPU: only kernels that give the same bits every time
 
     def __post_init__(self) -> None:
@@ -215,6 +217,7 @@ class TrainingConfig:
         for name in ("log_every", "save_every", "keep"):
             require(getattr(self, name) >= 1, f"training.{name} = {getattr(self, name)}: use at least 1")
         require(self.keep_every >= 0, f"training.keep_every = {self.keep_every}: use 0 (none) or a number of steps")
+        require(0 <= self.rollbacks <= 1000, f"training.rollbacks = {self.rollbacks}: use 0 (give up at once) to 1000")
         require(0 <= self.snapshots <= 1000, f"training.snapshots = {self.snapshots}: use 0 (none) to 1000")
 
 

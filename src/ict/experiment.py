@@ -1,6 +1,11 @@
 """One run from recipe to report: hangs log, samples, checkpoints and the page on the loop's yield."""
 
+import contextlib
+import errno
+import json
 import math
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,27 +15,30 @@ from rich.console import Console
 from rich.text import Text
 
 from ict.config import Config, ConfigError, require
-from ict.data import Images, load_images
+from ict.data import Images, batch_indices, load_images
 from ict.device import make_deterministic, pick_device, place
 from ict.display import DataProgress, LastingConsole, TrainingDisplay, format_time
 from ict.evaluation.evaluate import Plan as ScorePlan
 from ict.evaluation.evaluate import evaluate, open_judge
 from ict.evaluation.judge import Judge
-from ict.evaluation.records import IN_TRAINING, add_record, main_scores, read_records, same_measure, show_number
+from ict.evaluation.records import IN_TRAINING, Record, add_record, main_scores, read_records, same_measure, show_number
 from ict.evaluation.report import write_report
 from ict.files import holds_run, list_checkpoints, step_name, write_atomically
 from ict.model import ModelSpec, build_model, pack_model
 from ict.objectives import Step, build_objective
 from ict.pictures import comfortable_scale, grid, png
-from ict.runfolder import leftovers, open_folder
+from ict.ranks import ALONE, Ranks, join_ranks, rank_of_environment
+from ict.runfolder import leftovers, open_folder, step_back
 from ict.sampling import Generator, load
 from ict.training.budget import Budget
-from ict.training.checkpoint import Found, restore, save_checkpoint, surroundings
+from ict.training.checkpoint import Found, find_checkpoint, restore, surroundings
+from ict.training.guard import BINS, Guard, GuardState
 from ict.training.interrupt import Interrupt, Stopped
-from ict.training.log import RunLog, check_finite
-from ict.training.loop import TrainState, load_batch, new_state, train
-from ict.training.optimiser import learning_rate
+from ict.training.log import RunLog, TrainingFailed
+from ict.training.loop import TrainState, draw_seed, load_batch, new_state, reset, train
+from ict.training.optimiser import gather_optimiser, learning_rate
 from ict.training.plan import Plan
+from ict.training.saver import Saver
 
 
 @dataclass(kw_only=True)
@@ -45,15 +53,26 @@ class Run:
     budget: Budget
     log: RunLog
     console: Console
+    guard: Guard
+    saver: Saver
+    ranks: Ranks = ALONE
     judge: Judge | None = None  # scores the model on the way
-    saved: int = 0  # step of the newest checkpoint
+    begun: int = 0  # step of the newest checkpoint that was begun
+    worst: int = 0  # the last step from which the run had to go back
 
     def save(self) -> None:
-        """Write a checkpoint, unless this step has one; never of a run that has diverged."""
-        if self.saved != self.state.step:
-            check_finite(self.state, self.state.loss.item(), self.state.gradient.item())
-            save_checkpoint(self.folder, self.state, self.spec, self.config, {"log": self.log.state()})
-            self.saved = self.state.step
+        """Begin a checkpoint, unless this step has one; never of numbers that are out of the ordinary."""
+        if self.begun == self.state.step or not self.sound():
+            return
+        self.begun = self.state.step
+        gather_optimiser(self.state.optimiser)
+        if self.ranks.main:
+            self.saver.save(self.state, {"log": self.log.state(), "guard": self.guard.state.save()})
+
+    def sound(self) -> bool:
+        """Whether the guard is calm and every weight a number."""
+        tensors = [tensor for average in self.state.averages for tensor in average.weights.values()]
+        return self.guard.calm and bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
     def generator(self) -> Generator:
         """The first average as it is now."""
@@ -66,12 +85,18 @@ class Run:
         return {"run": self.config.name, "step": self.state.step, "ema": self.state.averages[0].decay}
 
     def score(self) -> None:
-        """Score the first average; keep it if it is the best so far."""
+        """Score the first average, all ranks together; keep it if it is the best so far."""
         assert self.judge is not None
+        if not self.sound():
+            return
         wanted, path = self.config.evaluation, self.folder / "eval.json"
-        check_finite(self.state, self.state.loss.item(), self.state.gradient.item())
         plan = ScorePlan(steps=(wanted.steps,), samples=wanted.samples)
-        (record,) = evaluate(self.generator(), self.judge, plan, name=IN_TRAINING)
+        (record,) = evaluate(self.generator(), self.judge, plan, name=IN_TRAINING, ranks=self.ranks)
+        if self.ranks.main:
+            self.write("the score", lambda: self.keep_score(record, plan, path))
+
+    def keep_score(self, record: Record, plan: ScorePlan, path: Path) -> None:
+        assert self.judge is not None
         name, place = self.judge.net.frechet, self.folder / "best.safetensors"
         others = [old for old in read_records(path) if same_measure(old, record)]
         if not others and place.is_file():  # the measure is another than before: what was best is measured again
@@ -89,7 +114,75 @@ class Run:
     def snapshot(self) -> None:
         """Samples from the same noise every time, so that a row of snapshots shows one set of images appear."""
         sheet = grid(self.generator().sample(32, seed=0), columns=8, scale=comfortable_scale(self.spec.image_size))
-        write_atomically(self.folder / "samples" / f"{step_name(self.state.step)}.png", png(sheet))
+        place = self.folder / "samples" / f"{step_name(self.state.step)}.png"
+        self.write("a picture", lambda: write_atomically(place, png(sheet)))
+
+    def write(self, what: str, action: Callable[[], object]) -> None:
+        """Do something that writes; if the disk refuses, warn and go on."""
+        try:
+            if not self.folder.is_dir():
+                raise FileNotFoundError(errno.ENOENT, "the run's folder has vanished", str(self.folder))
+            action()
+        except OSError as error:
+            self.warn(f"{what} of step {self.state.step:,} could not be written ({explain(error)}). The run goes on")
+
+    def go_back(self) -> None:
+        """The guard has given alarm: put the evidence aside, and go on from an earlier checkpoint with other draws."""
+        state, why = self.state, self.guard.alarm
+        again = state.step <= self.worst  # no further than last time: go back further
+        self.worst = max(self.worst, state.step)
+        over = state.attempt >= self.config.training.rollbacks
+        found, evidence = None, self.folder / "guard" / f"{step_name(state.step)}-{state.attempt}.json"
+        if self.ranks.main:
+            self.saver.wait()
+            self.write("the evidence", lambda: write_atomically(evidence, self.evidence()))
+            found = None if over else self.earlier(self.begun if again else None)
+        if over:
+            gone = f" (it has gone back {state.attempt} times already)" if state.attempt else ""
+            raise TrainingFailed(
+                f"the run diverged by step {state.step:,}{gone}: {why}. Nothing of that was saved; lower training.lr "
+                f"or raise training.lr_warmup. The last steps are in {evidence}"
+            )
+        found = self.ranks.from_main(found)
+        attempt = state.attempt + 1
+        if found is None:
+            reset(state, build_model(self.spec, seed=self.config.seed))
+            self.log.resume({"count": 0, "loss": 0.0, "gradient": 0.0}, 0)
+            self.guard.forget(GuardState())
+        else:
+            restore(state, found, ranks=self.ranks)
+            self.log.resume(found.manifest["extras"]["log"], state.step)
+            self.guard.forget(guard_of(found))
+        if self.ranks.main and found is not None:
+            step_back(self.folder, found)
+        state.attempt, self.begun = attempt, state.step
+        self.saver.saved = self.saver.begun = state.step
+        place = f"step {state.step:,}" if found is not None else "the start, as nothing was saved yet"
+        self.warn(f"{why}. Going back to {place}, with another order of the data; the evidence is in {evidence}")
+
+    def earlier(self, before: int | None) -> Found | None:
+        """The newest good checkpoint, or an older one than that; None where there is none."""
+        for limit in (before, None):
+            with contextlib.suppress(ConfigError):
+                return find_checkpoint(self.folder, before=limit)
+        return None
+
+    def evidence(self) -> bytes:
+        """What led to an alarm, as JSON."""
+        state, config = self.state, self.config
+        seed = draw_seed(config, state.attempt)
+        last = batch_indices(state.step - 1, batch=config.training.batch, count=len(self.images), seed=seed)
+        found = {
+            "why": self.guard.alarm,
+            "step": state.step,
+            "attempt": state.attempt,
+            "lr": state.lr,
+            "skipped": self.guard.state.skipped,
+            "levels_of_noise": [self.guard.describe(place) for place in range(BINS)],
+            "images_of_the_last_batch": last.tolist(),
+            "steps": list(self.guard.history),
+        }
+        return json.dumps(found, indent=1).encode()
 
     def say(self, text: str) -> None:
         """Print a line as it is: paths and names may hold brackets."""
@@ -111,23 +204,60 @@ def run(
 ) -> Path:
     """Train a recipe in a folder to the end of its budget; gives the path of the model file.
 
+    Under torchrun every rank calls this and computes its share; the main one writes.
+
     `resume="auto"` goes on with a run that has saved something, and begins one otherwise: for schedulers that start the
     same command again and again.
     """
     require(resume in (True, False, "auto"), f'resume = {resume!r}: use True, False or "auto"')
     require(not (resume and overwrite), "--resume and --overwrite exclude each other: go on with a run, or replace it")
+    where = place_of_rank(pick_device(device), rank_of_environment())
+    with join_ranks(where) as ranks:
+        console = (console or LastingConsole()) if ranks.main else Console(quiet=True)
+        return run_on(ranks, where, config, folder, resume=resume, overwrite=overwrite, console=console)
+
+
+def place_of_rank(device: torch.device, ranks: Ranks) -> torch.device:
+    """The device of one rank: each its own GPU."""
+    if ranks.count == 1 or device.type != "cuda":
+        return device
+    require(device.index is None, f"--device {device}: with several ranks each takes its own GPU; give cuda or auto")
+    count = torch.cuda.device_count()
+    require(
+        ranks.local < count,
+        f"rank {ranks.rank} has no GPU: this machine has {count}; start as many with --nproc-per-node",
+    )
+    return torch.device("cuda", ranks.local)
+
+
+def run_on(
+    ranks: Ranks,
+    where: torch.device,
+    config: Config,
+    folder: Path,
+    *,
+    resume: bool | str,
+    overwrite: bool,
+    console: Console,
+) -> Path:
+    """What each rank of a run does."""
+    pieces = ranks.count * config.training.accumulate
+    require(
+        config.training.batch % pieces == 0,
+        f"training.batch = {config.training.batch} cannot be shared among {ranks.count} ranks in "
+        f"{config.training.accumulate} pieces each: use a multiple of {pieces}",
+    )
     if resume == "auto":
         resume = bool(list_checkpoints(folder))
         overwrite = not resume and holds_run(folder)  # it has nothing to go on with
-    resume = bool(resume)
+    resume, overwrite = ranks.from_main((bool(resume), overwrite))
     budget = Budget.from_config(config.training)
     plan = Plan.of(config, budget)
-    if not resume:
+    if not resume and ranks.main:
         leftovers(folder, overwrite=overwrite)  # refused now, not after minutes of decoding
     with DataProgress() as progress:
         images = load_images(config.data, progress)
     spec = ModelSpec.from_config(config, images.class_names)
-    where = pick_device(device)
     scoring = config.evaluation
     judge = None
     if scoring.times:  # everything that scores need is looked for before the run begins
@@ -136,34 +266,73 @@ def run(
             config.data, images=images, features=scoring.features, weights=weights, device=where,
             samples=scoring.samples,
         )  # fmt: skip
-    if resume:
+    if resume and ranks.main:
         read_records(folder / "eval.json")  # damaged: said now, not after hours
     if where.type == "cuda":
         make_deterministic(config.training.deterministic)
     model = build_model(spec, seed=config.seed)
     place(model, where)
-    state = new_state(config, model)
-    rehearse(config, state, images)
+    state = new_state(config, model, ranks=ranks)
+    rehearse(config, state, images, ranks)
+    ranks.wait()
 
     # From here on the recipe is known to run, and the folder may be touched.
-    found = open_folder(folder, config, resume=resume, overwrite=overwrite)
-    log = RunLog(folder / "log.jsonl", every=config.training.log_every, batch=config.training.batch)
+    found = open_folder(folder, config, resume=resume, overwrite=overwrite) if ranks.main else None
+    found = ranks.from_main(found)
+    guard = Guard(config, ranks, where)
+
+    def warn(message: str) -> None:
+        console.print(Text.assemble(("warning: ", "yellow"), message), soft_wrap=True)
+
+    log = RunLog(
+        folder / "log.jsonl" if ranks.main else None,
+        every=config.training.log_every,
+        batch=config.training.batch,
+        warn=warn,
+    )
     if found is not None:
-        restore(state, found)
+        restore(state, found, ranks=ranks)
         log.resume(found.manifest["extras"]["log"], state.step)
+        guard.forget(guard_of(found))
     this = Run(
-        config=config, folder=folder, images=images, spec=spec, state=state, budget=budget, log=log,
-        console=console or LastingConsole(), saved=state.step, judge=judge,
+        config=config, folder=folder, images=images, spec=spec, state=state, budget=budget, log=log, guard=guard,
+        saver=Saver(folder, spec, config, warn, step=state.step), console=console, ranks=ranks, judge=judge,
+        begun=state.step,
     )  # fmt: skip
     announce(this, plan, found)
     follow(this, plan)
+    if ranks.main:
+        finish(this)
+    ranks.wait()
+    return folder / "model.safetensors"
 
-    write_atomically(folder / "model.safetensors", pack_model(spec, state.averages[0].weights, this.origin()))
+
+def finish(this: Run) -> None:
+    """Write the model and the page; where the run's folder does not take the model, it is put somewhere else."""
+    folder, state, images = this.folder, this.state, this.images
+    packed = pack_model(this.spec, state.averages[0].weights, this.origin())
+    try:
+        if not folder.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "the run's folder has vanished", str(folder))
+        write_atomically(folder / "model.safetensors", packed)
+    except OSError as error:
+        rescued = Path(tempfile.mkdtemp(prefix=f"ict-{this.config.name}-")) / "model.safetensors"
+        write_atomically(rescued, packed)
+        raise TrainingFailed(f"the run is done, but {explain(error)}. Its model was put into {rescued}") from error
     write_report(folder, images)
     this.say(f"done in {format_time(state.seconds)}")
     for name in ("model.safetensors", "report.html"):
         this.say(f"  {folder / name}")
-    return folder / "model.safetensors"
+
+
+def guard_of(found: Found) -> GuardState:
+    """What a checkpoint says of the guard; older ones say nothing."""
+    kept = found.manifest["extras"].get("guard")
+    return GuardState.load(kept) if kept else GuardState()
+
+
+def explain(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 def follow(this: Run, plan: Plan) -> None:
@@ -172,37 +341,57 @@ def follow(this: Run, plan: Plan) -> None:
     done, total = budget.progress(state.step, state.seconds)
     first_step, first_done = state.step, done
     scores = this.config.evaluation.times
-    with TrainingDisplay(this.console) as display, Interrupt(this.say) as interrupt:
-        for _ in train(this.config, state, this.images, budget):
+    with TrainingDisplay(this.console) as display, Interrupt(this.say) as interrupt, contextlib.ExitStack() as last:
+        last.callback(this.saver.wait)  # what is being written is finished, whatever happens
+        steps = train(
+            this.config, state, this.images, budget, ranks=this.ranks, guard=this.guard,
+            asked=lambda: interrupt.asked or 0,
+        )  # fmt: skip
+        for _ in steps:
+            if this.guard.alarm is not None:
+                this.go_back()
+                done, total = budget.progress(state.step, state.seconds)
+                continue
             before, (done, total) = done, budget.progress(state.step, state.seconds)
             display.show(state, done / total, this.log.step(state))
-            if before * training.snapshots // total < done * training.snapshots // total:
+            if this.ranks.main and before * training.snapshots // total < done * training.snapshots // total:
                 this.snapshot()
             if before * scores // total < done * scores // total:
                 this.score()
             if state.step % training.save_every == 0:
                 this.save()
+            if this.saver.failed:
+                this.saver.wait()  # says so
             if plan.timed and state.step == first_step + 20 and done > first_done:
                 this.warn(plan.warning(steps=round(20 * total / (done - first_done))))
-            if (
-                interrupt.asked is not None
-            ):  # only here is a step whole: weights, averages, counters, log and pictures agree
+            if this.ranks.count == 1:
+                state.asked = interrupt.asked or 0  # also what has come since the step ended
+            if state.asked:  # only here is a step whole: weights, averages, counters, log and pictures agree
                 this.save()
-                this.say(f"stopped at step {state.step:,} and saved; go on with: ict train {this.folder} --resume")
-                raise Stopped(interrupt.asked)
-    this.log.finish(state)
-    this.save()
+                saved = this.saver.wait() and this.begun == state.step
+                where = (
+                    "and saved" if saved else f"and could not be saved; the last checkpoint is of {this.saver.saved:,}"
+                )
+                this.say(f"stopped at step {state.step:,} {where}; go on with: ict train {this.folder} --resume")
+                raise Stopped(state.asked)
+        this.log.finish(state)
+        this.save()
+    if not this.sound():
+        raise TrainingFailed(
+            f"the run diverged: it ended at step {state.step:,} with numbers out of the ordinary. Nothing of them "
+            "was saved; lower training.lr or raise training.lr_warmup"
+        )
 
 
-def rehearse(config: Config, state: TrainState, images: Images) -> None:
+def rehearse(config: Config, state: TrainState, images: Images, ranks: Ranks) -> None:
     """One image through a whole step and back (on a GPU as many as will be: memory may run out), before any writing."""
     device = state.model.device
-    count = config.training.batch // config.training.accumulate if device.type == "cuda" else 1
+    count = config.training.batch // config.training.accumulate // ranks.count if device.type == "cuda" else 1
     sample = torch.zeros(count, dtype=torch.int64, device=device)
     one = Images(pixels=images.pixels[:1], labels=images.labels[:1], class_names=images.class_names).to(device)
     try:
         learning_rate(config.training, 0.0)
-        x, labels = load_batch(config, one.pixels[sample], one.labels[sample], sample, 0)
+        x, labels = load_batch(config, one.pixels[sample], one.labels[sample], sample, seed=config.seed, step=0)
         step = Step(seed=config.seed, number=0, done=0, total=1, samples=sample)
         loss = build_objective(config)(state.model.train(), x, labels, step).per_sample.sum()
         loss.backward()

@@ -61,6 +61,16 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def free_space(path: Path) -> str:
+    """What is left on the disk of a path, or of the nearest folder above it that is there, in words."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        return f"{shutil.disk_usage(path).free / 2**20:,.1f} MiB"
+    except OSError as error:
+        return f"an unknown number of bytes ({error.strerror})"
+
+
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 

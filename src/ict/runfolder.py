@@ -71,10 +71,8 @@ FREE = {
     "data.path",
     "data.feed",
     *(f"evaluation.{key.name}" for key in dataclasses.fields(EvaluationConfig)),
-    *(
-        f"training.{key}"
-        for key in (*BOUNDS, "accumulate", "log_every", "save_every", "snapshots", "keep", "keep_every")
-    ),
+    *(f"training.{key}" for key in (*BOUNDS, "accumulate", "log_every", "save_every", "snapshots")),
+    *(f"training.{key}" for key in ("keep", "keep_every", "rollbacks", "shard_optimiser")),
 }
 
 

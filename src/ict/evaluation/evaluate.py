@@ -17,6 +17,7 @@ from ict.evaluation.features import open_features, usual_features
 from ict.evaluation.judge import Judge, summary
 from ict.evaluation.records import Record
 from ict.files import list_checkpoints
+from ict.ranks import ALONE, Ranks
 from ict.recipes import load_recipe
 from ict.sampling import Generator, check_count, load
 from ict.training.checkpoint import check_checkpoint
@@ -108,7 +109,13 @@ def models_of(
 
 
 def evaluate(
-    generator: Generator, judge: Judge, plan: Plan, *, name: str, progress: Callable[[str, int], object] | None = None
+    generator: Generator,
+    judge: Judge,
+    plan: Plan,
+    *,
+    name: str,
+    progress: Callable[[str, int], object] | None = None,
+    ranks: Ranks = ALONE,
 ) -> Iterator[Record]:
     """Score one model as the plan says: a record for each number of steps."""
     ladders = [plan.sigmas] if plan.sigmas else [generator.ladder(steps) for steps in plan.steps]
@@ -118,9 +125,8 @@ def evaluate(
         for seed in range(plan.seed, plan.seed + plan.repeats):
             text = f"{len(sigmas)} step{'s' * (len(sigmas) > 1)}, seed {seed}"
             tell = None if progress is None else partial(progress, text)
-            scores.append(
-                judge.judge(generator, samples=plan.samples, sigmas=sigmas, seed=seed, batch=plan.batch, progress=tell)
-            )
+            options = {"samples": plan.samples, "sigmas": sigmas, "seed": seed, "batch": plan.batch, "ranks": ranks}
+            scores.append(judge.judge(generator, **options, progress=tell))
         yield {
             "model": name,
             "run": generator.origin.get("run"),

@@ -27,6 +27,7 @@ from ict.evaluation.metrics import (
     kernel_distance,
 )
 from ict.files import cache_home, write_atomically
+from ict.ranks import ALONE, Ranks
 from ict.sampling import Generator, check_ladder, sample_numbers
 
 KEPT = 50_000  # features that are kept of a set, for precision, recall and KID
@@ -44,18 +45,42 @@ class Seen:
     logits: Tensor | None = None
 
 
-def look(batches: Iterable[Tensor], net: FeatureNet, *, count: int = 0, progress: Progress | None = None) -> Seen:
-    """uint8 batches -> their features; of `count` images only so many features are kept as KEPT allows."""
+def look(
+    batches: Iterable[Tensor],
+    net: FeatureNet,
+    *,
+    count: int = 0,
+    progress: Progress | None = None,
+    ranks: Ranks = ALONE,
+) -> Seen:
+    """uint8 batches -> their features; of `count` images only so many features are kept as KEPT allows.
+
+    On several ranks each looks at its own batches, and all see the same in the end.
+    """
     total, every = MomentSum(), max(1, -(-count // KEPT))
     kept, logits = [], []
-    for pixels in batches:
-        features, scores = net(pixels)
+    for features, scores in gathered(map(net, batches), ranks):
         kept.append(features[(-total.count) % every :: every])
         logits += [] if scores is None else [scores]
         total.add(features)
         if progress is not None:
             progress(total.count)
     return Seen(moments=total.moments(), features=torch.cat(kept), logits=torch.cat(logits) if logits else None)
+
+
+def gathered(answers: Iterator[tuple[Tensor, Tensor | None]], ranks: Ranks) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """What all ranks have seen, batch by batch as one alone would have; as it comes where there is one alone."""
+    if ranks.count == 1:
+        yield from answers
+        return
+    mine = list(answers)
+    size = max(int(n) for n in ranks.highest([max((len(features) for features, _ in mine), default=0)]))
+    features, scores = (
+        None if mine and mine[0][part] is None else ranks.gather(torch.cat([one[part] for one in mine]))  # type: ignore
+        for part in (0, 1)
+    )
+    assert features is not None
+    yield from zip(features.split(size), [None] * len(features) if scores is None else scores.split(size), strict=False)
 
 
 def look_at_real(images: Images, net: FeatureNet, *, batch: int = 250, progress: Progress | None = None) -> Seen:
@@ -140,10 +165,12 @@ class Judge:
         seed: int = 0,
         batch: int = 250,
         progress: Progress | None = None,
+        ranks: Ranks = ALONE,
     ) -> dict[str, float]:
         """Draw samples, one network call for each of `sigmas`, and score them."""
-        drawn = draw(generator, self.labels(generator, samples), sigmas or generator.ladder(1), samples, seed, batch)
-        seen = look(drawn, self.net, count=samples, progress=progress)
+        labels, ladder = self.labels(generator, samples), sigmas or generator.ladder(1)
+        drawn = draw(generator, labels, ladder, samples, seed, batch, ranks)
+        seen = look(drawn, self.net, count=samples, progress=progress, ranks=ranks)
         return score(seen, self.real, self.net)
 
     def judge_images(self, images: Images, *, batch: int = 250, progress: Progress | None = None) -> dict[str, float]:
@@ -170,11 +197,20 @@ class Judge:
 
 
 def draw(
-    generator: Generator, labels: Tensor | None, sigmas: list[float], samples: int, seed: int, batch: int
+    generator: Generator,
+    labels: Tensor | None,
+    sigmas: list[float],
+    samples: int,
+    seed: int,
+    batch: int,
+    ranks: Ranks = ALONE,
 ) -> Iterator[Tensor]:
-    """Batches of samples as uint8, number by number: a sample depends on its number alone."""
+    """Batches of samples as uint8, number by number: a sample depends on its number alone. Each rank has its share."""
     check_ladder(sigmas, generator.spec.noise)
-    for numbers in torch.arange(samples, device=generator.device).split(batch):
+    batch = min(batch, -(-samples // ranks.count))  # so that every rank has one
+    batches = torch.arange(samples, device=generator.device).split(batch)
+    for place in ranks.share(torch.arange(len(batches))):
+        numbers = batches[int(place)]
         chosen = None if labels is None else labels[numbers]
         x = sample_numbers(generator.model, numbers, sigmas=sigmas, seed=seed, labels=chosen, clip=True)
         yield to_uint8(finite(x))

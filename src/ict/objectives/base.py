@@ -21,10 +21,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Loss:
-    """One loss a sample, and figures worth logging (each a number, or a tensor of one)."""
+    """One loss a sample, and figures worth logging (each a number, or a tensor of one).
+
+    With the noise level of each sample [B] and the net's answer to it [B, C, H, W] the guard can tell the levels apart.
+    """
 
     per_sample: Tensor
     stats: dict[str, float]
+    sigma: Tensor | None = None
+    output: Tensor | None = None
 
 
 class Objective(Protocol):

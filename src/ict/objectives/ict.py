@@ -38,7 +38,7 @@ class ImprovedConsistencyTraining:
         with torch.no_grad():  # the same weights, the same mode, the same dropout: only the level differs
             teacher = model(add_noise(images, low, z), low, labels, key)
         weight = self.weighting(low, high).to(student.dtype)
-        return Loss(weight * self.distance(student, teacher), {"levels": n})
+        return Loss(weight * self.distance(student, teacher), {"levels": n}, sigma=high, output=student)
 
     def draw_levels(self, n: int, step: Step) -> tuple[Tensor, Tensor]:
         """σ_i and σ_{i+1} of each sample, i ~ p(i) (§3.5) -> two float64 [B]."""

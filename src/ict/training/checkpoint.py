@@ -10,16 +10,19 @@ RUN/checkpoints/step-00001000/
 import io
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from ict.config import Config, ConfigError, from_dict, to_dict
 from ict.files import DamagedFile, list_checkpoints, remove, sha256, step_name, step_of, sync_folder, write_synced
 from ict.model import ModelSpec, pack_model
+from ict.ranks import ALONE, Ranks
 from ict.training.loop import TrainState
 
 MANIFEST = "checkpoint.json"
@@ -30,27 +33,83 @@ def average_name(decay: float) -> str:
     return f"ema-{decay}.safetensors"
 
 
-def save_checkpoint(run: Path, state: TrainState, spec: ModelSpec, config: Config, extras: dict[str, Any]) -> Path:
-    """Write a checkpoint; on any error the earlier ones are untouched.
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A moment of a run in the host's memory, which the run does not change any more."""
+
+    step: int
+    manifest: dict[str, Any]
+    models: dict[str, tuple[dict[str, Any], dict[str, Tensor]]]  # file -> origin and weights
+    optimiser: Any
+    spec: ModelSpec
+
+    @property
+    def size(self) -> int:
+        """About how many bytes it takes on the disk."""
+        tensors = [tensor for _, weights in self.models.values() for tensor in weights.values()]
+        return sum(tensor.nbytes for tensor in [*tensors, *tensors_in(self.optimiser)])
+
+    def files(self) -> Iterator[tuple[str, bytes]]:
+        for name, (origin, weights) in self.models.items():
+            yield name, pack_model(self.spec, weights, origin)
+        buffer = io.BytesIO()
+        torch.save(self.optimiser, buffer)
+        yield "optimiser.pt", buffer.getvalue()
+
+
+def copy_state(state: TrainState, spec: ModelSpec, config: Config, extras: dict[str, Any]) -> Copy:
+    """Take a copy of all that a checkpoint keeps: the part of saving that a run has to wait for."""
+    origin = {"run": config.name, "step": state.step}
+    models = {"student.safetensors": ({**origin, "ema": 0.0}, dict(state.model.state_dict()))}
+    models |= {average_name(each.decay): ({**origin, "ema": each.decay}, each.weights) for each in state.averages}
+    manifest = {
+        "format": FORMAT,
+        "step": state.step,
+        "seconds": state.seconds,
+        "attempt": state.attempt,
+        "model": average_name(state.averages[0].decay),
+        "recipe": to_dict(config),
+        "made_with": surroundings(state),
+        "extras": extras,
+    }
+    return Copy(
+        step=state.step,
+        manifest=json.loads(json.dumps(manifest)),
+        models={name: (about, copied(weights)) for name, (about, weights) in models.items()},
+        optimiser=copied(state.optimiser.state_dict()),
+        spec=spec,
+    )
+
+
+def copied(thing: Any) -> Any:
+    """The same dicts and lists, with copies of their tensors in the host's memory."""
+    if isinstance(thing, Tensor):
+        return thing.detach().to("cpu", copy=True)
+    if isinstance(thing, dict):
+        return {key: copied(value) for key, value in thing.items()}
+    return [copied(value) for value in thing] if isinstance(thing, list) else thing
+
+
+def tensors_in(thing: Any) -> list[Tensor]:
+    if isinstance(thing, Tensor):
+        return [thing]
+    values = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list) else []
+    return [tensor for value in values for tensor in tensors_in(value)]
+
+
+def write_checkpoint(run: Path, copy: Copy, config: Config) -> Path:
+    """Write a checkpoint; on any error the earlier ones are untouched. The run's folder must be there.
 
     The newest `training.keep` stay, and every `training.keep_every`-th step.
     """
-    final = run / "checkpoints" / step_name(state.step)
+    final = run / "checkpoints" / step_name(copy.step)
     partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        manifest = {
-            "format": FORMAT,
-            "step": state.step,
-            "seconds": state.seconds,
-            "model": average_name(state.averages[0].decay),
-            "recipe": to_dict(config),
-            "made_with": surroundings(state),
-            "extras": extras,
-            "files": {},
-        }
-        for name, data in _files(state, spec, config):
+        final.parent.mkdir(exist_ok=True)
+        partial.mkdir()
+        manifest = {**copy.manifest, "files": {}}
+        for name, data in copy.files():
             write_synced(partial / name, data)
             manifest["files"][name] = sha256(data)
         write_synced(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -75,16 +134,6 @@ def surroundings(state: TrainState) -> dict[str, Any]:
     return {"torch": torch.__version__, "device": name, "threads": torch.get_num_threads()}
 
 
-def _files(state: TrainState, spec: ModelSpec, config: Config):
-    origin = {"run": config.name, "step": state.step}
-    yield "student.safetensors", pack_model(spec, state.model.state_dict(), {**origin, "ema": 0.0})
-    for average in state.averages:
-        yield average_name(average.decay), pack_model(spec, average.weights, {**origin, "ema": average.decay})
-    buffer = io.BytesIO()
-    torch.save(state.optimiser.state_dict(), buffer)
-    yield "optimiser.pt", buffer.getvalue()
-
-
 @dataclass(frozen=True)
 class Found:
     """The newest good checkpoint, and why each newer one was passed over."""
@@ -94,9 +143,12 @@ class Found:
     passed_over: list[str]
 
 
-def find_checkpoint(run: Path) -> Found:
+def find_checkpoint(run: Path, *, before: int | None = None) -> Found:
+    """The newest good one; with `before`, of those of earlier steps."""
     passed_over: list[str] = []
     for path in reversed(list_checkpoints(run)):
+        if before is not None and step_of(path) >= before:
+            continue
         try:
             return Found(path, check_checkpoint(path), passed_over)
         except DamagedFile as error:
@@ -137,6 +189,8 @@ def _checked_files(path: Path, manifest: dict[str, Any]) -> dict[str, str]:
         whole = (
             manifest["step"] == step_of(path)
             and isinstance(manifest["seconds"], float)
+            and isinstance(manifest.get("attempt", 0), int)
+            and isinstance(manifest["extras"].get("guard", {}), dict)
             and isinstance(manifest["made_with"], dict)
             and all(isinstance(window[key], float | int) for key in ("count", "loss", "gradient"))
             and manifest["model"] == average_name(rates[0])
@@ -149,14 +203,21 @@ def _checked_files(path: Path, manifest: dict[str, Any]) -> dict[str, str]:
     return manifest["files"]
 
 
-def restore(state: TrainState, found: Found) -> None:
-    """Put a checkpoint's weights, averages, optimiser and counters into a state."""
-    state.model.load_state_dict(safetensors.torch.load_file(found.path / "student.safetensors"))
+def restore(state: TrainState, found: Found, *, ranks: Ranks = ALONE) -> None:
+    """Put a checkpoint's weights, averages, optimiser and counters into a state. Only the main rank reads the disk."""
+
+    def read(name: str) -> dict[str, Tensor]:
+        return ranks.from_main(safetensors.torch.load_file(found.path / name) if ranks.main else None)
+
+    state.model.load_state_dict(read("student.safetensors"))
     for average in state.averages:
-        average.load(safetensors.torch.load_file(found.path / average_name(average.decay)))
-    state.optimiser.load_state_dict(torch.load(found.path / "optimiser.pt", weights_only=True, map_location="cpu"))
+        average.load(read(average_name(average.decay)))
+    place = found.path / "optimiser.pt"
+    kept = torch.load(place, weights_only=True, map_location="cpu") if ranks.main else None
+    state.optimiser.load_state_dict(ranks.from_main(kept))
     for parameter, kept in state.optimiser.state.items():  # laid out as the parameter is, which a file does not keep
         for name, tensor in kept.items():
             if tensor.shape == parameter.shape:
                 kept[name] = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
     state.step, state.seconds = found.manifest["step"], found.manifest["seconds"]
+    state.attempt = found.manifest.get("attempt", 0)

@@ -1,9 +1,11 @@
 """The run's log: one JSON object a line, each the mean over the steps since the line before."""
 
+import contextlib
+import errno
 import json
-import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +20,14 @@ class TrainingFailed(RuntimeError):
     """The run cannot go on; the message says why and what to try."""
 
 
-def check_finite(state: TrainState, *figures: float) -> None:
-    """Stop a run that has diverged, before anything of it is kept."""
-    weights = (tensor for average in state.averages for tensor in average.weights.values())
-    if all(map(math.isfinite, figures)) and all(bool(tensor.isfinite().all()) for tensor in weights):
-        return
-    raise TrainingFailed(
-        f"the run diverged: by step {state.step} the loss is {state.loss.item():g} and its gradient's norm "
-        f"{state.gradient.item():g}. Nothing of that was saved; lower training.lr or raise training.lr_warmup"
-    )
-
-
 class RunLog:
     """Appends to RUN/log.jsonl every `every` steps. Two runs of one seed differ only in the fields about time."""
 
     TIMES = ("seconds", "images_per_second", "data_wait")
 
-    def __init__(self, path: Path, *, every: int, batch: int):
-        self.path, self.every, self.batch = path, every, batch
+    def __init__(self, path: Path | None, *, every: int, batch: int, warn: Callable[[str], None] = print):
+        self.path, self.every, self.batch, self.warn = path, every, batch, warn
+        self.unwritten = b""  # lines that the disk has not taken yet
         self.since = time.monotonic()
         self.waited = 0.0  # of this process, at the last line
         self.clear()
@@ -46,11 +38,16 @@ class RunLog:
         self.loss = self.gradient = torch.zeros((), dtype=torch.float64)  # added to out of place
 
     def step(self, state: TrainState) -> dict[str, Any] | None:
-        """Take a step in; gives the record when one was written. Losses stay on the device until then."""
-        self.loss = self.loss.to(state.loss.device) + state.loss.double()
-        self.gradient = self.gradient.to(state.loss.device) + state.gradient.double()
-        self.count += 1
-        return self.write(state) if state.step % self.every == 0 or state.step == 1 else None
+        """Take a step in; gives the record when one was written. Losses stay on the device until then.
+
+        Steps that were skipped do not count.
+        """
+        if state.taken:
+            self.loss = self.loss.to(state.loss.device) + state.loss.double()
+            self.gradient = self.gradient.to(state.loss.device) + state.gradient.double()
+            self.count += 1
+        due = state.step % self.every == 0 or state.step == 1
+        return self.write(state) if due and self.count else None
 
     def finish(self, state: TrainState) -> None:
         """At the end of a run, write what the last line has left over."""
@@ -67,28 +64,49 @@ class RunLog:
             "loss": float(self.loss) / self.count,
             "gradient": float(self.gradient) / self.count,
             "lr": state.lr,
+            **state.figures(),
             "seconds": round(state.seconds, 3),
             "images_per_second": round(self.count * self.batch / max(1e-9, now - self.since), 1),
             "data_wait": round((state.waited - self.waited) / max(1e-9, now - self.since), 5),
         }
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        self.append((json.dumps(record) + "\n").encode())
         self.since, self.waited = now, state.waited
         self.clear()
-        check_finite(state, record["loss"], record["gradient"])
         return record
+
+    def append(self, line: bytes) -> None:
+        """Add to the file, whole lines or nothing; what the disk does not take now is tried again with the next."""
+        if self.path is None:
+            return
+        late, self.unwritten = self.unwritten, self.unwritten + line
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                size = file.tell()
+                try:
+                    written = file.write(self.unwritten)
+                    if written != len(self.unwritten):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+                except OSError:
+                    file.truncate(size)
+                    raise
+            self.unwritten = b""
+        except OSError as error:
+            if not late:
+                self.warn(f"the log cannot be written ({self.path}: {error.strerror}); its lines are kept until it can")
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the lines to come; the lines written so far are put on the disk."""
-        if self.path.exists():
-            with self.path.open("rb") as file:
-                os.fsync(file.fileno())
+        with contextlib.suppress(OSError), open(self.path or os.devnull, "rb") as file:
+            os.fsync(file.fileno())
         return {"count": self.count, "loss": float(self.loss), "gradient": float(self.gradient)}
 
     def resume(self, state: dict[str, Any], step: int) -> None:
         """Go on as the log was at `step`: later lines, written before the run broke off, are dropped."""
         self.count = state["count"]
         self.loss, self.gradient = (torch.tensor(state[k], dtype=torch.float64) for k in ("loss", "gradient"))
+        self.unwritten = b""
+        if self.path is None:
+            return
         kept = [record for record in read_log(self.path) if record["step"] <= step]
         if kept and kept[-1]["step"] == step:  # the run had ended here, and its last line is written
             self.clear()

@@ -1,19 +1,23 @@
 """The training loop: a generator that yields its state once a step. Everything else hangs on that yield."""
 
+import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ict.config import Config
 from ict.data import Images, batch_indices, flip_mask, to_float
-from ict.data.feed import open_feed
+from ict.data.feed import Feed, open_feed
 from ict.model import ConsistencyModel
 from ict.objectives import Step, build_objective
+from ict.ranks import ALONE, Ranks
 from ict.training.budget import Budget
 from ict.training.ema import WeightAverage
+from ict.training.guard import Guard
 from ict.training.optimiser import build_optimiser, learning_rate
 
 
@@ -24,36 +28,71 @@ class TrainState:
     model: ConsistencyModel
     averages: list[WeightAverage]
     optimiser: torch.optim.Optimizer
-    step: int = 0  # optimiser steps done
+    step: int = 0  # steps done
     seconds: float = 0.0  # wall-clock time spent, over all restarts
+    attempt: int = 0  # how often the run has gone back to a checkpoint: each time it draws anew from there
 
     loss: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))  # mean over the batch of the last step
     gradient: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))  # its gradient's norm
     stats: dict[str, float] = field(default_factory=dict)
+    figures: Callable[[], dict[str, Any]] = dict  # what the guard has to say, when it is asked
     lr: float = 0.0
     waited: float = 0.0  # seconds that this process has waited for data
+    taken: bool = True  # whether the optimiser took the last step, which it does not if it is not finite
+    asked: int = 0  # the signal that asks the run to stop, on whichever rank it came
     done: int = 0  # progress is done / total
     total: int = 1
 
 
-def new_state(config: Config, model: ConsistencyModel) -> TrainState:
+def new_state(config: Config, model: ConsistencyModel, *, ranks: Ranks = ALONE) -> TrainState:
     training = config.training
     averages = [WeightAverage(model, decay=decay, ramp=training.ema_ramp) for decay in training.ema]
-    return TrainState(model=model, averages=averages, optimiser=build_optimiser(model, training))
+    return TrainState(model=model, averages=averages, optimiser=build_optimiser(model, training, ranks=ranks))
 
 
-def train(config: Config, state: TrainState, images: Images, budget: Budget) -> Iterator[TrainState]:
-    """Take steps until the budget is spent; yields the one `state`, changed in place, after each."""
+def reset(state: TrainState, model: ConsistencyModel) -> None:
+    """Begin a run anew from fresh weights."""
+    state.model.load_state_dict(model.state_dict())
+    for average in state.averages:
+        average.load(model.state_dict())
+    state.optimiser.state.clear()
+    state.step = 0
+
+
+def draw_seed(config: Config, attempt: int) -> int:
+    """The seed of data order, noise and dropout: the recipe's, and another each time that a run has gone back."""
+    return (config.seed + attempt * 0x9E3779B97F4A7C15) % 2**63
+
+
+def train(
+    config: Config,
+    state: TrainState,
+    images: Images,
+    budget: Budget,
+    *,
+    ranks: Ranks = ALONE,
+    guard: Guard | None = None,
+    asked: Callable[[], int] = lambda: 0,
+) -> Iterator[TrainState]:
+    """Take steps until the budget is spent; yields the one `state`, changed in place, after each.
+
+    Every rank computes its share of the same batch. `asked` tells of a signal that this rank has received.
+    """
     training, model, optimiser = config.training, state.model, state.optimiser
-    objective = build_objective(config)
+    objective, student = build_objective(config), ranks.spread(model)
     device = model.device
-    feed = open_feed(
-        images,
-        lambda step: batch_indices(step, batch=training.batch, count=len(images), seed=config.seed),
-        device,
-        kind=config.data.feed,
-    )
-    samples = torch.arange(training.batch, device=device)
+    guard = guard or Guard(config, ranks, device)
+    mine = ranks.share(torch.arange(training.batch))
+
+    def feed_of(seed: int) -> Feed:
+        def order(step: int) -> Tensor:
+            return batch_indices(step, batch=training.batch, count=len(images), seed=seed)[mine]
+
+        return open_feed(images, order, device, kind=config.data.feed)
+
+    seed = draw_seed(config, state.attempt)
+    feed = feed_of(seed)
+    pieces = mine.to(device).chunk(training.accumulate)
     started = time.monotonic() - state.seconds
     model.train()
 
@@ -64,38 +103,53 @@ def train(config: Config, state: TrainState, images: Images, budget: Budget) -> 
             for group in optimiser.param_groups:
                 group["lr"] = state.lr
 
+            if seed != draw_seed(config, state.attempt):  # the run has gone back, and goes another way from there
+                feed.close()
+                seed = draw_seed(config, state.attempt)
+                feed = feed_of(seed)
             pixels, labels = feed.take(state.step)
             state.waited = feed.waited
             state.loss = torch.zeros((), device=device)
             optimiser.zero_grad(set_to_none=True)
-            for piece in samples.chunk(training.accumulate):
-                x, y = load_batch(config, pixels[piece], labels[piece], piece, state.step)
-                place = Step(seed=config.seed, number=state.step, done=state.done, total=state.total, samples=piece)
-                loss = objective(model, x, y, place)
-                share = loss.per_sample.sum() / training.batch
-                share.backward()
+            guard.begin()
+            parts = zip(pieces, pixels.chunk(len(pieces)), labels.chunk(len(pieces)), strict=True)
+            for number, (piece, some, classes) in enumerate(parts):
+                x, y = load_batch(config, some, classes, piece, seed=seed, step=state.step)
+                place = Step(seed=seed, number=state.step, done=state.done, total=state.total, samples=piece)
+                last = number == len(pieces) - 1
+                with contextlib.nullcontext() if last or ranks.count == 1 else student.no_sync():  # type: ignore
+                    loss = objective(student, x, y, place)  # type: ignore
+                    share = loss.per_sample.sum() / training.batch
+                    guard.watch(loss, scale=training.batch / ranks.count)
+                    (share * ranks.count).backward()  # gradients are averaged over the ranks
                 state.loss += share.detach()
                 state.stats = loss.stats
             state.gradient = torch.nn.utils.get_total_norm(
                 [p.grad for p in model.parameters() if p.grad is not None], foreach=True
             )
-            optimiser.step()
-            for average in state.averages:
-                average.update(model, state.step)
+            state.taken = guard.check(
+                state.loss, state.gradient, step=state.step, levels=float(state.stats.get("levels", 0))
+            )
+            state.figures = guard.figures
+            if state.taken:
+                optimiser.step()
+                for average in state.averages:
+                    average.update(model, state.step)
 
             state.step += 1
-            state.seconds = time.monotonic() - started
+            state.seconds, signal = ranks.highest([time.monotonic() - started, float(asked())])
+            state.asked = int(signal)
             yield state
     finally:
         feed.close()
 
 
 def load_batch(
-    config: Config, pixels: Tensor, labels: Tensor, samples: Tensor, step: int
+    config: Config, pixels: Tensor, labels: Tensor, samples: Tensor, *, seed: int, step: int
 ) -> tuple[Tensor, Tensor | None]:
     """Images as float32 in [-1, 1], mirrored where the draw says so, and their labels where the recipe uses them."""
     x = to_float(pixels)
     if config.data.flip:
-        mirrored = flip_mask(samples, seed=config.seed, step=step)
+        mirrored = flip_mask(samples, seed=seed, step=step)
         x = torch.where(mirrored[:, None, None, None], x.flip(-1), x)
     return x, labels if config.data.classes else None

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ict.config import TrainingConfig, choose
+from ict.ranks import ALONE, Ranks
 
 
 def constant(progress: float) -> float:
@@ -34,6 +35,17 @@ def learning_rate(training: TrainingConfig, progress: float) -> float:
     return training.lr * factor * warmup
 
 
-def build_optimiser(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
+def build_optimiser(model: nn.Module, training: TrainingConfig, *, ranks: Ranks = ALONE) -> torch.optim.Optimizer:
     beta1, beta2 = training.betas
-    return torch.optim.RAdam(model.parameters(), lr=training.lr, betas=(beta1, beta2), eps=training.eps, foreach=True)
+    options = {"lr": training.lr, "betas": (beta1, beta2), "eps": training.eps, "foreach": True}
+    if training.shard_optimiser and ranks.count > 1:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
+
+        return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.RAdam, **options)
+    return torch.optim.RAdam(model.parameters(), **options)
+
+
+def gather_optimiser(optimiser: torch.optim.Optimizer) -> None:
+    """Bring the shares of the optimiser's state to the main rank, where a checkpoint is written."""
+    if hasattr(optimiser, "consolidate_state_dict"):
+        optimiser.consolidate_state_dict(to=0)  # type: ignore

@@ -1,0 +1,180 @@
+"""Watches a run's numbers before the optimiser uses them: skips steps that are not finite, and notices divergence.
+
+Loss and gradient are watched as a whole and by noise level, over all ranks. Each figure has a fast average, of the
+last steps, and a slow one of when all was well; a run has diverged when a fast one stays far above its slow one. The
+weight λ grows with N, so at a switch of N the loss jumps by about the ratio of the two: the slow averages are scaled by
+it, and the known jump is not taken for a real one.
+"""
+
+import math
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ict.config import Config
+from ict.objectives import Loss
+from ict.ranks import Ranks
+
+BINS = 8  # of noise levels, evenly spaced in log σ
+FAST, SLOW = 0.1, 0.01  # weights of a new value in the two averages
+FAR = 10.0  # a run that stays so many times above what was usual has diverged
+BIN_FAR = 40.0  # the same for one bin, whose few samples spread more
+SETTLED = 50  # values that a slow average needs before it is believed
+PATIENCE = 20  # steps that a figure has to stay far above
+IN_A_ROW = 10  # steps that may be skipped one after the other
+KEPT = 200  # steps of history that are kept as evidence
+
+
+@dataclass
+class Track:
+    """One figure: its averages, and for how many steps it has been too high."""
+
+    fast: float = 0.0
+    slow: float = 0.0
+    seen: int = 0
+    high: int = 0
+
+    def take(self, value: float, far: float) -> None:
+        self.seen += 1
+        self.fast += (value - self.fast) * max(FAST, 1 / self.seen)
+        self.high = self.high + 1 if self.seen > SETTLED and self.fast > far * self.slow else 0
+        if self.high == 0:
+            self.slow += (value - self.slow) * max(SLOW, 1 / self.seen)
+
+
+@dataclass(kw_only=True)
+class GuardState:
+    """What a checkpoint keeps of a guard."""
+
+    tracks: dict[str, Track] = field(default_factory=dict)
+    levels: float = 0.0
+    skipped: int = 0  # steps, over the whole run
+    in_a_row: int = 0
+    smooth: float = 0.0  # loss over about the last 1,000 steps
+    counted: int = 0  # of them
+
+    def save(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def load(cls, values: dict[str, Any]) -> "GuardState":
+        found = cls(**{name: value for name, value in values.items() if name != "tracks"})
+        found.tracks = {name: Track(**one) for name, one in values["tracks"].items()}
+        return found
+
+
+class Guard:
+    """Taken along by the loop: `begin`, `watch` each piece, `check` before the optimiser's step."""
+
+    def __init__(self, config: Config, ranks: Ranks, device: torch.device):
+        self.ranks, self.device = ranks, device
+        self.low, self.high = math.log(config.noise.sigma_min), math.log(config.noise.sigma_max)
+        self.state = GuardState()
+        self.alarm: str | None = None  # why the run has to go back
+        self.history: deque[dict[str, Any]] = deque(maxlen=KEPT)
+
+    def begin(self) -> None:
+        """A new step: nothing of it has been seen."""
+        self.sums = torch.zeros(3, BINS, device=self.device)  # losses, gradients and samples of each bin
+
+    def watch(self, loss: Loss, *, scale: float) -> None:
+        """Take in one piece of a batch, before its backward pass; `scale` makes its gradients those of one sample."""
+        if loss.sigma is None:
+            return
+        place = ((loss.sigma.log() - self.low) / (self.high - self.low) * BINS).long().clamp(0, BINS - 1)
+        inside = place[:, None] == torch.arange(BINS, device=place.device)
+        self.sums[0] += spread(loss.per_sample.detach(), inside)
+        self.sums[2] += inside.sum(0)
+        if loss.output is not None and loss.output.requires_grad:
+            loss.output.register_hook(lambda g: self.watch_gradient(g.detach(), inside, scale))
+
+    def watch_gradient(self, g: Tensor, inside: Tensor, scale: float) -> None:
+        """The gradient with respect to the net's answer: what each noise level asks of the net."""
+        self.sums[1] += spread(g.flatten(1).float().norm(dim=1) * scale, inside)
+
+    def check(self, loss: Tensor, gradient: Tensor, *, step: int, levels: float) -> bool:
+        """Whether the optimiser may take this step. The same answer on every rank; waits for the GPU."""
+        row = torch.cat((loss.detach().float().reshape(1), self.sums.flatten()))
+        row = self.ranks.add(row)
+        loss.copy_(row[0])
+        numbers = torch.cat((row, gradient.detach().float().reshape(1))).tolist()
+        total, norm, bins = numbers[0], numbers[-1], numbers[1:-1]
+        good = math.isfinite(total) and math.isfinite(norm)
+        losses, gradients, samples = bins[:BINS], bins[BINS : 2 * BINS], bins[2 * BINS :]
+        self.history.append(
+            {
+                "step": step, "levels": levels, "loss": total, "gradient": norm, "skipped": not good,
+                "loss_by_level": means(losses, samples), "gradient_by_level": means(gradients, samples),
+            }
+        )  # fmt: skip
+        self.rescale(levels)
+        if not good:
+            self.skip(step)
+            return False
+        self.state.in_a_row = 0
+        self.state.counted += 1
+        self.state.smooth += (total - self.state.smooth) * max(0.001, 1 / self.state.counted)
+        self.track("the loss", total, FAR)
+        self.track("the gradient", norm, FAR)
+        for name, values in (("the loss", losses), ("the gradient", gradients)):
+            for place, value in enumerate(means(values, samples)):
+                if value is not None:
+                    self.track(f"{name} at {self.describe(place)}", value, BIN_FAR)
+        return True
+
+    def track(self, name: str, value: float, far: float) -> None:
+        track = self.state.tracks.setdefault(name, Track())
+        track.take(value, far)
+        if track.high >= PATIENCE and self.alarm is None:
+            self.alarm = (
+                f"{name} has been more than {far:g} times its usual value for {track.high} steps "
+                f"({track.fast:.3g}, usually {track.slow:.3g})"
+            )
+
+    def skip(self, step: int) -> None:
+        self.state.skipped += 1
+        self.state.in_a_row += 1
+        if self.state.in_a_row >= IN_A_ROW:
+            self.alarm = f"{self.state.in_a_row} steps in a row gave a loss or a gradient that is not finite"
+
+    def rescale(self, levels: float) -> None:
+        """The jump that a switch of N makes by itself."""
+        before, self.state.levels = self.state.levels, levels
+        if before > 1 and levels > 1 and before != levels:
+            for track in self.state.tracks.values():
+                track.slow *= (levels - 1) / (before - 1)
+                track.fast *= (levels - 1) / (before - 1)
+
+    def figures(self) -> dict[str, Any]:
+        """What is worth a place in the log: the smoothed loss, the steps skipped so far, loss and gradient by level."""
+        found: dict[str, Any] = {"loss_ema": self.state.smooth, "skipped": self.state.skipped}
+        for name, key in (("the loss", "loss_by_level"), ("the gradient", "gradient_by_level")):
+            tracks = [self.state.tracks.get(f"{name} at {self.describe(place)}") for place in range(BINS)]
+            found[key] = [None if track is None else float(f"{track.fast:.4g}") for track in tracks]
+        return found
+
+    def describe(self, place: int) -> str:
+        edges = [math.exp(self.low + (self.high - self.low) * (place + end) / BINS) for end in (0, 1)]
+        return f"σ from {edges[0]:.3g} to {edges[1]:.3g}"
+
+    @property
+    def calm(self) -> bool:
+        """Whether nothing is out of the ordinary: only then is a checkpoint worth keeping."""
+        return self.alarm is None and self.state.in_a_row == 0 and not any(t.high for t in self.state.tracks.values())
+
+    def forget(self, state: GuardState) -> None:
+        """Go on as the guard was at a checkpoint; what was skipped stays counted."""
+        state.skipped, state.in_a_row = max(state.skipped, self.state.skipped), 0
+        self.state, self.alarm = state, None
+
+
+def spread(values: Tensor, inside: Tensor) -> Tensor:
+    """Sums by bin; a value that is not finite stays in its own bin."""
+    return torch.where(inside, values[:, None].float(), 0).sum(0)
+
+
+def means(sums: list[float], counts: list[float]) -> list[float | None]:
+    return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
