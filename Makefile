@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest   # two tests at a time: one thread each, or they wait for each other
 
-.PHONY: demo test test-slow test-data lint format clean
+.PHONY: demo test test-slow test-faults test-data lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/core          ## train a digit generator and show it: runs/digits/report.html
@@ -19,6 +19,9 @@ test: $(VENV)/dev           ## the fast tests
 
 test-slow: $(VENV)/dev      ## trains the digits twice, makes every known mistake on purpose
 	$(PYTEST) -m slow -n 2 --dist loadfile -rP
+
+test-faults: $(VENV)/dev    ## kills runs, damages checkpoints, fills disks, loses ranks (15 minutes on two cores)
+	$(PYTEST) -m faults -n 2 -rP tests/faults
 
 test-data: $(VENV)/dev      ## with the real CIFAR-10 and Inception: make test-data CIFAR10=folder INCEPTION=file
 	ICT_CIFAR10=$(CIFAR10) ICT_INCEPTION=$(INCEPTION) $(BIN)/pytest -rP -k the_real tests/data/test_cifar10.py tests/evaluation

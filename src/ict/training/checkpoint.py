@@ -9,6 +9,7 @@ RUN/checkpoints/step-00001000/
 
 import io
 import json
+import pickle
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from ict.ranks import ALONE, Ranks
 from ict.training.loop import TrainState
 
 MANIFEST = "checkpoint.json"
-FORMAT = "ict-checkpoint-1"
+FORMAT = "ict-checkpoint-2"
 
 
 def average_name(decay: float) -> str:
@@ -112,7 +113,7 @@ def write_checkpoint(run: Path, copy: Copy, config: Config) -> Path:
         for name, data in copy.files():
             write_synced(partial / name, data)
             manifest["files"][name] = sha256(data)
-        write_synced(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+        write_synced(partial / MANIFEST, seal(manifest))
         sync_folder(partial)
         partial.rename(final)
     except BaseException:
@@ -125,6 +126,16 @@ def write_checkpoint(run: Path, copy: Copy, config: Config) -> Path:
         if not every or step_of(old) % every:
             remove(old)
     return final
+
+
+def seal(manifest: dict[str, Any]) -> bytes:
+    """The bytes of a manifest, with a checksum of itself: a flipped digit in it must not pass for a number."""
+    return json.dumps({**manifest, "sha256": checksum(manifest)}, indent=1).encode()
+
+
+def checksum(manifest: dict[str, Any]) -> str:
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return sha256(json.dumps(rest, sort_keys=True).encode())
 
 
 def surroundings(state: TrainState) -> dict[str, Any]:
@@ -170,7 +181,9 @@ def check_checkpoint(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedFile(f"{path}: {MANIFEST} cannot be read ({error})") from error
     if form != FORMAT:
-        raise DamagedFile(f"{path}: written by another version (format {form!r}, not {FORMAT!r})")
+        raise DamagedFile(f"{path}: {MANIFEST} is damaged, or of another version (format {form!r}, not {FORMAT!r})")
+    if manifest.get("sha256") != checksum(manifest):
+        raise DamagedFile(f"{path}: {MANIFEST} is damaged (its SHA-256 is not the one that it names)")
     for name, digest in _checked_files(path, manifest).items():
         try:
             data = (path / name).read_bytes()
@@ -203,18 +216,31 @@ def _checked_files(path: Path, manifest: dict[str, Any]) -> dict[str, str]:
     return manifest["files"]
 
 
+def read(path: Path) -> Any:
+    """The tensors in a file of a checkpoint. Nothing but numbers is read: a program in it is refused."""
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, safetensors.SafetensorError) as error:
+        raise DamagedFile(
+            f"{path} does not hold what a checkpoint holds, though its SHA-256 is right; it is not used "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+
+
 def restore(state: TrainState, found: Found, *, ranks: Ranks = ALONE) -> None:
     """Put a checkpoint's weights, averages, optimiser and counters into a state. Only the main rank reads the disk."""
 
-    def read(name: str) -> dict[str, Tensor]:
-        return ranks.from_main(safetensors.torch.load_file(found.path / name) if ranks.main else None)
-
-    state.model.load_state_dict(read("student.safetensors"))
-    for average in state.averages:
-        average.load(read(average_name(average.decay)))
-    place = found.path / "optimiser.pt"
-    kept = torch.load(place, weights_only=True, map_location="cpu") if ranks.main else None
-    state.optimiser.load_state_dict(ranks.from_main(kept))
+    names = ["student.safetensors", *(average_name(average.decay) for average in state.averages), "optimiser.pt"]
+    weights, *averages, optimiser = (ranks.from_main(read(found.path / name) if ranks.main else None) for name in names)
+    try:
+        state.model.load_state_dict(weights)
+        for average, kept in zip(state.averages, averages, strict=True):
+            average.load(kept)
+        state.optimiser.load_state_dict(optimiser)
+    except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise DamagedFile(f"{found.path}: its files do not fit the recipe ({error})") from error
     for parameter, kept in state.optimiser.state.items():  # laid out as the parameter is, which a file does not keep
         for name, tensor in kept.items():
             if tensor.shape == parameter.shape:

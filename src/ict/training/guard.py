@@ -41,6 +41,8 @@ class Track:
         self.seen += 1
         self.fast += (value - self.fast) * max(FAST, 1 / self.seen)
         self.high = self.high + 1 if self.seen > SETTLED and self.fast > far * self.slow else 0
+        if self.seen > SETTLED:
+            value = min(value, 2 * self.slow)  # it must not run after what it is there to notice
         if self.high == 0:
             self.slow += (value - self.slow) * max(SLOW, 1 / self.seen)
 

@@ -1,0 +1,58 @@
+"""One rank of a small run, for torchrun: `ranked.py FOLDER [key=value …]`; `nan=STEP` spoils the last rank's loss."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from helpers import tiny_config
+from rich.console import Console
+
+from ict.data import feed
+from ict.experiment import run
+from ict.objectives.ict import ImprovedConsistencyTraining
+from ict.training.interrupt import Stopped
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    options = {key: json.loads(value) for key, value in (pair.split("=") for pair in sys.argv[2:])}
+    nan = options.pop("nan", None)
+    rank, count = (int(os.environ.get(name, usual)) for name, usual in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if nan is not None and rank == count - 1:
+        spoil(nan)
+    note_images(folder.parent / f"{folder.name}-images-{rank}")
+    training = {"steps": 24, "batch": 16, "log_every": 1, "save_every": 3, "keep": 2, "snapshots": 1} | options
+    config = tiny_config(net={"dropout": 0.0}, training=training)
+    try:
+        run(config, folder, device="cpu", resume="auto", console=Console(width=200))
+    except Stopped as stop:
+        sys.exit(stop.code)
+
+
+def spoil(step: int) -> None:
+    original = ImprovedConsistencyTraining.__call__
+
+    def spoiled(self, model, images, labels, place):
+        loss = original(self, model, images, labels, place)
+        return type(loss)(loss.per_sample * (float("nan") if place.number == step else 1), loss.stats)
+
+    ImprovedConsistencyTraining.__call__ = spoiled
+
+
+def note_images(path: Path) -> None:
+    """Write down which images this rank takes."""
+    original = feed.Resident.take
+
+    def noted(self, step):
+        with path.open("a") as file:
+            print(step, *self.order(step).tolist(), file=file)
+        return original(self, step)
+
+    feed.Resident.take = noted
+
+
+if __name__ == "__main__":
+    main()

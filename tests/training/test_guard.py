@@ -1,0 +1,179 @@
+"""The guard: what it skips, what alarms it, what it leaves alone; and how a run goes back."""
+
+import io
+import json
+import math
+
+import pytest
+import torch
+from helpers import tiny_config
+from rich.console import Console
+
+from ict.experiment import run
+from ict.files import list_checkpoints
+from ict.objectives import Loss
+from ict.objectives.ict import ImprovedConsistencyTraining
+from ict.ranks import ALONE
+from ict.sampling import load
+from ict.training.guard import BINS, FAR, IN_A_ROW, PATIENCE, SETTLED, Guard, GuardState
+from ict.training.log import TrainingFailed, read_log
+
+LONG = {"steps": 120, "log_every": 1, "save_every": 10, "keep": 3, "snapshots": 0}
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=300)
+
+
+def guard_of() -> Guard:
+    return Guard(tiny_config(), ALONE, torch.device("cpu"))
+
+
+def feed(guard: Guard, value: float, *, steps: int = 1, levels: float = 11, gradient: float = 1.0) -> None:
+    for _ in range(steps):
+        guard.begin()
+        guard.check(torch.tensor(value), torch.tensor(gradient), step=0, levels=levels)
+
+
+def test_a_usual_run_does_not_alarm():
+    guard, noise = guard_of(), torch.Generator().manual_seed(0)
+    for step in range(3000):  # falls to a tenth, and spreads by half of itself
+        value = (0.1 + 0.9 * math.exp(-step / 500)) * math.exp(0.5 * torch.randn((), generator=noise).item())
+        feed(guard, value)
+    assert guard.alarm is None and guard.calm
+
+
+def test_a_loss_that_stays_far_above_what_was_usual_alarms_and_one_bad_step_does_not():
+    guard = guard_of()
+    feed(guard, 1.0, steps=2 * SETTLED)
+    feed(guard, 50.0)
+    feed(guard, 1.0, steps=PATIENCE)
+    assert guard.alarm is None
+    feed(guard, 1.0, steps=100)
+    feed(guard, 2 * FAR, steps=2)
+    assert guard.calm  # the fast average is not up yet
+    feed(guard, 2 * FAR, steps=PATIENCE + 20)
+    assert guard.alarm is not None and "the loss has been more than 10 times" in guard.alarm
+    other = guard_of()
+    feed(other, 1.0, steps=2 * SETTLED)
+    feed(other, 1.0, steps=PATIENCE + 20, gradient=2 * FAR)
+    assert other.alarm is not None and "the gradient has been" in other.alarm
+
+
+def test_the_jump_at_a_switch_of_n_is_known_and_a_real_one_is_not():
+    """From N = 11 to 1281 at once the weight grows 128 times; and then it grows by itself."""
+    guard = guard_of()
+    feed(guard, 1.0, steps=2 * SETTLED)
+    feed(guard, 128.0, gradient=128.0, steps=3 * PATIENCE, levels=1281)
+    assert guard.alarm is None and guard.calm
+    feed(guard, 128.0 * 3 * FAR, gradient=128.0, steps=2 * PATIENCE, levels=1281)
+    assert guard.alarm is not None
+
+
+def test_what_is_not_finite_is_skipped_and_counted():
+    for bad in (math.nan, math.inf):
+        guard = guard_of()
+        feed(guard, 1.0, steps=5)
+        feed(guard, bad)
+        feed(guard, 1.0, gradient=bad)
+        assert guard.state.skipped == 2 and guard.alarm is None and not guard.calm
+        feed(guard, 1.0)
+        assert guard.calm and guard.state.smooth == 1.0
+        feed(guard, bad, steps=IN_A_ROW)
+        assert "not finite" in guard.alarm
+
+
+def test_levels_of_noise_are_told_apart():
+    guard = guard_of()
+    guard.begin()
+    sigma = torch.tensor([0.002, 0.0021, 1.0, 80.0], dtype=torch.float64)
+    output = torch.zeros(4, 1, 2, 2, requires_grad=True)
+    loss = Loss(torch.tensor([1.0, 3.0, math.nan, 5.0]) + output.sum((1, 2, 3)) * 2, {}, sigma=sigma, output=output)
+    guard.watch(loss, scale=4.0)
+    (loss.per_sample.sum() / 4).backward()
+    guard.check(torch.tensor(1.0), torch.tensor(1.0), step=0, levels=11)
+    seen = guard.history[-1]
+    assert seen["loss_by_level"][0] == 2.0 and seen["loss_by_level"][-1] == 5.0
+    assert [math.isnan(value) for value in seen["loss_by_level"] if value is not None] == [False, True, False]
+    assert seen["gradient_by_level"][0] == pytest.approx(4.0)  # |2| over 4 pixels: √(4 · 2²)
+    assert len(seen["loss_by_level"]) == BINS
+
+
+def test_a_guard_goes_on_from_what_was_kept_of_it():
+    guard, other = guard_of(), guard_of()
+    feed(guard, 1.5, steps=70)
+    other.forget(GuardState.load(json.loads(json.dumps(guard.state.save()))))
+    for one in (guard, other):
+        feed(one, 2.5, steps=30, levels=21)
+    assert guard.state == other.state
+
+
+# --- whole runs
+
+
+def spoil(monkeypatch, change) -> None:
+    """Let `change(seed, step)` say what the losses of a step are multiplied with."""
+    original = ImprovedConsistencyTraining.__call__
+
+    def spoiled(self, model, images, labels, place):
+        loss = original(self, model, images, labels, place)
+        return Loss(loss.per_sample * change(place.seed, place.number), loss.stats, loss.sigma, loss.output)
+
+    monkeypatch.setattr(ImprovedConsistencyTraining, "__call__", spoiled)
+
+
+def test_a_step_with_a_nan_is_left_out_and_the_run_is_sound(tmp_path, monkeypatch):
+    spoil(monkeypatch, lambda seed, step: math.nan if step == 20 else 1.0)
+    run(tiny_config(training=LONG | {"steps": 30}), tmp_path / "run", device="cpu", console=quiet())
+    lines = read_log(tmp_path / "run" / "log.jsonl")
+    assert [line["step"] for line in lines] == [*range(1, 21), *range(22, 31)]
+    assert lines[-1]["skipped"] == 1 and lines[0]["skipped"] == 0
+    assert load(tmp_path / "run").sample(2).isfinite().all()
+
+
+@pytest.mark.parametrize("factor", [math.nan, 1e4])
+def test_a_run_that_diverges_goes_back_and_goes_another_way(factor, tmp_path, monkeypatch):
+    """The draws of the recipe's own seed are bad from step 75 on; those that the run turns to are not."""
+    spoil(monkeypatch, lambda seed, step: factor if seed == 0 and step >= 75 else 1.0)
+    console, folder = quiet(), tmp_path / "run"
+    run(tiny_config(training=LONG), folder, device="cpu", console=console)
+    said = console.file.getvalue()
+    assert "Going back to step 70, with another order of the data" in said
+    lines = read_log(folder / "log.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 121)) and lines[-1]["loss"] < 100
+    evidence = json.loads(next((folder / "guard").iterdir()).read_text())
+    assert evidence["attempt"] == 0 and len(evidence["images_of_the_last_batch"]) == 8
+    assert evidence["steps"][-1]["step"] == evidence["step"] - 1 and len(evidence["steps"]) >= 70
+    assert json.loads((list_checkpoints(folder)[-1] / "checkpoint.json").read_text())["attempt"] == 1
+
+
+def test_a_run_that_has_gone_back_resumes_to_the_bit(tmp_path, monkeypatch):
+    spoil(monkeypatch, lambda seed, step: math.nan if seed == 0 and step >= 75 else 1.0)
+    models = []
+    for name, stops in (("whole", [120]), ("broken", [100, 120])):
+        for steps in stops:
+            config = tiny_config(training=LONG | {"steps": steps, "lr_schedule": "constant"}, objective={"s0": 8})
+            run(config, tmp_path / name, device="cpu", console=quiet(), resume="auto")
+        models.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert models[0] == models[1]
+
+
+def test_a_run_that_always_diverges_gives_up_and_says_why(tmp_path, monkeypatch):
+    spoil(monkeypatch, lambda seed, step: math.nan if step >= 35 else 1.0)
+    console = quiet()
+    with pytest.raises(TrainingFailed, match=r"diverged by step 45 \(it has gone back 2 times already\).*not finite"):
+        run(tiny_config(training=LONG | {"rollbacks": 2}), tmp_path / "run", device="cpu", console=console)
+    said = console.file.getvalue()
+    assert "Going back to step 30" in said and "Going back to step 20" in said  # further, as 30 was no help
+    assert len(list((tmp_path / "run" / "guard").iterdir())) == 3
+    assert [path.name for path in list_checkpoints(tmp_path / "run")][-1] == "step-00000030"
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_run_that_diverges_before_its_first_checkpoint_starts_anew(tmp_path, monkeypatch):
+    spoil(monkeypatch, lambda seed, step: math.nan if seed == 0 and step >= 3 else 1.0)
+    console = quiet()
+    config = tiny_config(training=LONG | {"steps": 30, "save_every": 1000})
+    run(config, tmp_path / "run", device="cpu", console=console)
+    assert "Going back to the start, as nothing was saved yet" in console.file.getvalue()
+    assert [line["step"] for line in read_log(tmp_path / "run" / "log.jsonl")] == list(range(1, 31))
