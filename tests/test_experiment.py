@@ -20,7 +20,7 @@ from ict.config import ConfigError
 from ict.experiment import run
 from ict.files import DamagedFile, list_checkpoints, step_of, write_atomically
 from ict.sampling import load
-from ict.training.checkpoint import check_checkpoint, find_checkpoint
+from ict.training.checkpoint import check_checkpoint, find_checkpoint, seal
 from ict.training.ema import WeightAverage
 from ict.training.interrupt import Stopped as Signalled
 from ict.training.log import RunLog, TrainingFailed, read_log
