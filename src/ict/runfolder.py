@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from ict.config import BOUNDS, Config, ConfigError, EvaluationConfig, require, to_dict
-from ict.files import holds_run, list_checkpoints, list_snapshots, remove, step_of, write_atomically
+from ict.files import holds_run, list_checkpoints, list_evidence, list_snapshots, remove, step_of, write_atomically
 from ict.recipes import to_toml
 from ict.training.budget import Budget
 from ict.training.checkpoint import Found, find_checkpoint
@@ -47,7 +47,7 @@ def leftovers(folder: Path, *, overwrite: bool) -> list[Path]:
         )
     elif foreign := [path for path in files if path.name != "recipe.toml" or not path.read_bytes().startswith(MARK)]:
         raise ConfigError(f"{foreign[0]} is in the way and not of a run of ict: move it, or choose another --out")
-    return [*files, *list_checkpoints(folder), *list_snapshots(folder)]
+    return [*files, *list_checkpoints(folder), *list_snapshots(folder), *list_evidence(folder)]
 
 
 def step_back(folder: Path, found: Found) -> None:

@@ -110,7 +110,10 @@ class RunLog:
         kept = [record for record in read_log(self.path) if record["step"] <= step]
         if kept and kept[-1]["step"] == step:  # the run had ended here, and its last line is written
             self.clear()
-        write_atomically(self.path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        try:
+            write_atomically(self.path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        except OSError as error:
+            self.warn(f"lines past step {step:,} stay in the log ({self.path}: {error.strerror})")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -1,196 +1,37 @@
-"""One run from recipe to report: hangs log, samples, checkpoints and the page on the loop's yield."""
+"""Train a recipe in a folder, from its first step or its last checkpoint to its model and its page."""
 
 import contextlib
 import errno
-import json
-import math
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.text import Text
 
 from ict.config import Config, ConfigError, require
-from ict.data import Images, batch_indices, load_images
+from ict.data import Images, load_images
 from ict.device import make_deterministic, pick_device, place
 from ict.display import DataProgress, LastingConsole, TrainingDisplay, format_time
-from ict.evaluation.evaluate import Plan as ScorePlan
-from ict.evaluation.evaluate import evaluate, open_judge
-from ict.evaluation.judge import Judge
-from ict.evaluation.records import IN_TRAINING, Record, add_record, main_scores, read_records, same_measure, show_number
+from ict.evaluation.evaluate import open_judge
+from ict.evaluation.records import read_records
 from ict.evaluation.report import write_report
-from ict.files import holds_run, list_checkpoints, step_name, write_atomically
+from ict.experiment.goback import go_back, guard_of
+from ict.experiment.parts import Run, explain
+from ict.files import holds_run, list_checkpoints, write_atomically
 from ict.model import ModelSpec, build_model, pack_model
 from ict.objectives import Step, build_objective
-from ict.pictures import comfortable_scale, grid, png
-from ict.ranks import ALONE, Ranks, join_ranks, rank_of_environment
-from ict.runfolder import leftovers, open_folder, step_back
-from ict.sampling import Generator, load
+from ict.ranks import Ranks, join_ranks, rank_of_environment
+from ict.runfolder import leftovers, open_folder
 from ict.training.budget import Budget
-from ict.training.checkpoint import Found, find_checkpoint, restore, surroundings
-from ict.training.guard import BINS, Guard, GuardState
+from ict.training.checkpoint import Found, restore, surroundings
+from ict.training.guard import Guard
 from ict.training.interrupt import Interrupt, Stopped
 from ict.training.log import RunLog, TrainingFailed
-from ict.training.loop import TrainState, draw_seed, load_batch, new_state, reset, train
-from ict.training.optimiser import gather_optimiser, learning_rate
+from ict.training.loop import TrainState, load_batch, new_state, train
+from ict.training.optimiser import learning_rate
 from ict.training.plan import Plan
 from ict.training.saver import Saver
-
-
-@dataclass(kw_only=True)
-class Run:
-    """A run that is ready to go: all its parts are built, its folder is open."""
-
-    config: Config
-    folder: Path
-    images: Images
-    spec: ModelSpec
-    state: TrainState
-    budget: Budget
-    log: RunLog
-    console: Console
-    guard: Guard
-    saver: Saver
-    ranks: Ranks = ALONE
-    judge: Judge | None = None  # scores the model on the way
-    begun: int = 0  # step of the newest checkpoint that was begun
-    worst: int = 0  # the last step from which the run had to go back
-
-    def save(self) -> None:
-        """Begin a checkpoint, unless this step has one; never of numbers that are out of the ordinary."""
-        if self.begun == self.state.step or not self.sound():
-            return
-        self.begun = self.state.step
-        gather_optimiser(self.state.optimiser)
-        if self.ranks.main:
-            self.saver.save(self.state, {"log": self.log.state(), "guard": self.guard.state.save()})
-
-    def sound(self) -> bool:
-        """Whether the guard is calm and every weight a number."""
-        tensors = [tensor for average in self.state.averages for tensor in average.weights.values()]
-        return self.guard.calm and bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
-
-    def generator(self) -> Generator:
-        """The first average as it is now."""
-        model = build_model(self.spec)
-        model.load_state_dict(self.state.averages[0].weights)
-        return Generator(model, self.spec, self.origin()).to(self.state.model.device)
-
-    def origin(self) -> dict[str, Any]:
-        """Where the first average comes from."""
-        return {"run": self.config.name, "step": self.state.step, "ema": self.state.averages[0].decay}
-
-    def score(self) -> None:
-        """Score the first average, all ranks together; keep it if it is the best so far."""
-        assert self.judge is not None
-        if not self.sound():
-            return
-        wanted, path = self.config.evaluation, self.folder / "eval.json"
-        plan = ScorePlan(steps=(wanted.steps,), samples=wanted.samples)
-        (record,) = evaluate(self.generator(), self.judge, plan, name=IN_TRAINING, ranks=self.ranks)
-        if self.ranks.main:
-            self.write("the score", lambda: self.keep_score(record, plan, path))
-
-    def keep_score(self, record: Record, plan: ScorePlan, path: Path) -> None:
-        assert self.judge is not None
-        name, place = self.judge.net.frechet, self.folder / "best.safetensors"
-        others = [old for old in read_records(path) if same_measure(old, record)]
-        if not others and place.is_file():  # the measure is another than before: what was best is measured again
-            others = list(evaluate(load(place, device=self.state.model.device), self.judge, plan, name=IN_TRAINING))
-            add_record(path, others[0])
-        add_record(path, record)
-        best = min((old["scores"][name] for old in others if old["step"] != self.state.step), default=math.inf)
-        better = record["scores"][name] < best or not place.is_file()
-        if better:
-            packed = pack_model(self.spec, self.state.averages[0].weights, self.origin())
-            write_atomically(place, packed)
-        shown = " · ".join(f"{key} {show_number(key, value)}" for key, value in main_scores(record["scores"]).items())
-        self.say(f"step {self.state.step:,}: {shown}{' (the best so far)' if better else ''}")
-
-    def snapshot(self) -> None:
-        """Samples from the same noise every time, so that a row of snapshots shows one set of images appear."""
-        sheet = grid(self.generator().sample(32, seed=0), columns=8, scale=comfortable_scale(self.spec.image_size))
-        place = self.folder / "samples" / f"{step_name(self.state.step)}.png"
-        self.write("a picture", lambda: write_atomically(place, png(sheet)))
-
-    def write(self, what: str, action: Callable[[], object]) -> None:
-        """Do something that writes; if the disk refuses, warn and go on."""
-        try:
-            if not self.folder.is_dir():
-                raise FileNotFoundError(errno.ENOENT, "the run's folder has vanished", str(self.folder))
-            action()
-        except OSError as error:
-            self.warn(f"{what} of step {self.state.step:,} could not be written ({explain(error)}). The run goes on")
-
-    def go_back(self) -> None:
-        """The guard has given alarm: put the evidence aside, and go on from an earlier checkpoint with other draws."""
-        state, why = self.state, self.guard.alarm
-        again = state.step <= self.worst  # no further than last time: go back further
-        self.worst = max(self.worst, state.step)
-        over = state.attempt >= self.config.training.rollbacks
-        found, evidence = None, self.folder / "guard" / f"{step_name(state.step)}-{state.attempt}.json"
-        if self.ranks.main:
-            self.saver.wait()
-            self.write("the evidence", lambda: write_atomically(evidence, self.evidence()))
-            found = None if over else self.earlier(self.begun if again else None)
-        if over:
-            gone = f" (it has gone back {state.attempt} times already)" if state.attempt else ""
-            raise TrainingFailed(
-                f"the run diverged by step {state.step:,}{gone}: {why}. Nothing of that was saved; lower training.lr "
-                f"or raise training.lr_warmup. The last steps are in {evidence}"
-            )
-        found = self.ranks.from_main(found)
-        attempt = state.attempt + 1
-        if found is None:
-            reset(state, build_model(self.spec, seed=self.config.seed))
-            self.log.resume({"count": 0, "loss": 0.0, "gradient": 0.0}, 0)
-            self.guard.forget(GuardState())
-        else:
-            restore(state, found, ranks=self.ranks)
-            self.log.resume(found.manifest["extras"]["log"], state.step)
-            self.guard.forget(guard_of(found))
-        if self.ranks.main and found is not None:
-            step_back(self.folder, found)
-        state.attempt, self.begun = attempt, state.step
-        self.saver.saved = self.saver.begun = state.step
-        place = f"step {state.step:,}" if found is not None else "the start, as nothing was saved yet"
-        self.warn(f"{why}. Going back to {place}, with another order of the data; the evidence is in {evidence}")
-
-    def earlier(self, before: int | None) -> Found | None:
-        """The newest good checkpoint, or an older one than that; None where there is none."""
-        for limit in (before, None):
-            with contextlib.suppress(ConfigError):
-                return find_checkpoint(self.folder, before=limit)
-        return None
-
-    def evidence(self) -> bytes:
-        """What led to an alarm, as JSON."""
-        state, config = self.state, self.config
-        seed = draw_seed(config, state.attempt)
-        last = batch_indices(state.step - 1, batch=config.training.batch, count=len(self.images), seed=seed)
-        found = {
-            "why": self.guard.alarm,
-            "step": state.step,
-            "attempt": state.attempt,
-            "lr": state.lr,
-            "skipped": self.guard.state.skipped,
-            "levels_of_noise": [self.guard.describe(place) for place in range(BINS)],
-            "images_of_the_last_batch": last.tolist(),
-            "steps": list(self.guard.history),
-        }
-        return json.dumps(found, indent=1).encode()
-
-    def say(self, text: str) -> None:
-        """Print a line as it is: paths and names may hold brackets."""
-        self.console.print(Text(text), soft_wrap=True)
-
-    def warn(self, message: str | None) -> None:
-        if message:
-            self.console.print(Text.assemble(("warning: ", "yellow"), message), soft_wrap=True)
 
 
 def run(
@@ -325,16 +166,6 @@ def finish(this: Run) -> None:
         this.say(f"  {folder / name}")
 
 
-def guard_of(found: Found) -> GuardState:
-    """What a checkpoint says of the guard; older ones say nothing."""
-    kept = found.manifest["extras"].get("guard")
-    return GuardState.load(kept) if kept else GuardState()
-
-
-def explain(error: OSError) -> str:
-    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
-
-
 def follow(this: Run, plan: Plan) -> None:
     """Train to the end, and do at each step's yield what is due."""
     training, state, budget = this.config.training, this.state, this.budget
@@ -349,7 +180,7 @@ def follow(this: Run, plan: Plan) -> None:
         )  # fmt: skip
         for _ in steps:
             if this.guard.alarm is not None:
-                this.go_back()
+                go_back(this)
                 done, total = budget.progress(state.step, state.seconds)
                 continue
             before, (done, total) = done, budget.progress(state.step, state.seconds)

@@ -1,0 +1,94 @@
+"""What follows an alarm of the guard: evidence, and a way back to an earlier checkpoint."""
+
+import contextlib
+import json
+import math
+from typing import Any
+
+from ict.config import ConfigError
+from ict.data import batch_indices
+from ict.experiment.parts import Run
+from ict.files import step_name, write_atomically
+from ict.model import build_model
+from ict.runfolder import step_back
+from ict.training.checkpoint import Found, find_checkpoint, restore
+from ict.training.guard import BINS, GuardState
+from ict.training.log import TrainingFailed
+from ict.training.loop import draw_seed, reset
+
+
+def go_back(this: Run) -> None:
+    """The guard has given alarm: put the evidence aside, and go on from an earlier checkpoint with other draws."""
+    state, why = this.state, this.guard.alarm
+    again = state.step <= this.worst  # no further than last time: go back further
+    this.worst = max(this.worst, state.step)
+    over = state.attempt >= this.config.training.rollbacks
+    found, file = None, this.folder / "guard" / f"{step_name(state.step)}-{state.attempt}.json"
+    if this.ranks.main:
+        this.saver.wait()
+        this.write("the evidence", lambda: write_atomically(file, evidence(this)))
+        found = None if over else earlier(this, this.begun if again else None)
+    found, lost = this.ranks.from_main((found, found is None and this.saver.saved > 0))
+    if over or lost:
+        gone = f" (it has gone back {state.attempt} times already)" if state.attempt else ""
+        raise TrainingFailed(
+            f"the run diverged by step {state.step:,}{gone}: {why}. Nothing of that was saved; lower training.lr "
+            f"or raise training.lr_warmup. The last steps are in {file}"
+            + (". No checkpoint can be read to go back to" if lost and not over else "")
+        )
+    attempt = state.attempt + 1
+    if found is None:
+        reset(state, build_model(this.spec, seed=this.config.seed))
+        this.log.resume({"count": 0, "loss": 0.0, "gradient": 0.0}, 0)
+        this.guard.forget(GuardState())
+    else:
+        restore(state, found, ranks=this.ranks)
+        this.log.resume(found.manifest["extras"]["log"], state.step)
+        this.guard.forget(guard_of(found))
+    if this.ranks.main and found is not None:
+        this.write("what lies beyond", lambda: step_back(this.folder, found))
+    state.attempt, this.begun = attempt, state.step
+    this.saver.saved = this.saver.begun = state.step
+    place = f"step {state.step:,}" if found is not None else "the start, as nothing was saved yet"
+    this.warn(f"{why}. Going back to {place}, with another order of the data; the evidence is in {file}")
+
+
+def earlier(this: Run, before: int | None) -> Found | None:
+    """The newest good checkpoint, or an older one than that; None where there is none."""
+    for limit in (before, None):
+        with contextlib.suppress(ConfigError):
+            return find_checkpoint(this.folder, before=limit)
+    return None
+
+
+def evidence(this: Run) -> bytes:
+    """What led to an alarm, as JSON."""
+    state, config = this.state, this.config
+    seed = draw_seed(config, state.attempt)
+    last = batch_indices(state.step - 1, batch=config.training.batch, count=len(this.images), seed=seed)
+    found = {
+        "why": this.guard.alarm,
+        "step": state.step,
+        "attempt": state.attempt,
+        "lr": state.lr,
+        "skipped": this.guard.state.skipped,
+        "levels_of_noise": [this.guard.describe(place) for place in range(BINS)],
+        "images_of_the_last_batch": last.tolist(),
+        "steps": list(this.guard.history),
+    }
+    return json.dumps(speakable(found), indent=1, allow_nan=False).encode()
+
+
+def speakable(thing: Any) -> Any:
+    """The same with "nan" and "inf" as words: JSON has no such numbers."""
+    if isinstance(thing, dict):
+        return {key: speakable(value) for key, value in thing.items()}
+    if isinstance(thing, list):
+        return [speakable(value) for value in thing]
+    return str(thing) if isinstance(thing, float) and not math.isfinite(thing) else thing
+
+
+def guard_of(found: Found) -> GuardState:
+    """What a checkpoint says of the guard; older ones say nothing."""
+    kept = found.manifest["extras"].get("guard")
+    return GuardState.load(kept) if kept else GuardState()

@@ -1,0 +1,128 @@
+"""A run that is ready to go, and what it does now and then: save, score, draw, speak."""
+
+import errno
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from ict.config import Config
+from ict.data import Images
+from ict.evaluation.evaluate import Plan as ScorePlan
+from ict.evaluation.evaluate import evaluate
+from ict.evaluation.judge import Judge
+from ict.evaluation.records import IN_TRAINING, Record, add_record, main_scores, read_records, same_measure, show_number
+from ict.files import step_name, write_atomically
+from ict.model import ModelSpec, build_model, pack_model
+from ict.pictures import comfortable_scale, grid, png
+from ict.ranks import ALONE, Ranks
+from ict.sampling import Generator, load
+from ict.training.budget import Budget
+from ict.training.guard import Guard
+from ict.training.log import RunLog
+from ict.training.loop import TrainState
+from ict.training.optimiser import gather_optimiser
+from ict.training.saver import Saver
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A run that is ready to go: all its parts are built, its folder is open."""
+
+    config: Config
+    folder: Path
+    images: Images
+    spec: ModelSpec
+    state: TrainState
+    budget: Budget
+    log: RunLog
+    console: Console
+    guard: Guard
+    saver: Saver
+    ranks: Ranks = ALONE
+    judge: Judge | None = None  # scores the model on the way
+    begun: int = 0  # step of the newest checkpoint that was begun
+    worst: int = 0  # the last step from which the run had to go back
+
+    def save(self) -> None:
+        """Begin a checkpoint, unless this step has one; never of numbers that are out of the ordinary."""
+        if self.begun == self.state.step or not self.sound():
+            return
+        self.begun = self.state.step
+        gather_optimiser(self.state.optimiser)
+        if self.ranks.main:
+            self.saver.save(self.state, {"log": self.log.state(), "guard": self.guard.state.save()})
+
+    def sound(self) -> bool:
+        """Whether the guard is calm and every weight a number."""
+        tensors = [tensor for average in self.state.averages for tensor in average.weights.values()]
+        return self.guard.calm and bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
+
+    def generator(self) -> Generator:
+        """The first average as it is now."""
+        model = build_model(self.spec)
+        model.load_state_dict(self.state.averages[0].weights)
+        return Generator(model, self.spec, self.origin()).to(self.state.model.device)
+
+    def origin(self) -> dict[str, Any]:
+        """Where the first average comes from."""
+        return {"run": self.config.name, "step": self.state.step, "ema": self.state.averages[0].decay}
+
+    def score(self) -> None:
+        """Score the first average, all ranks together; keep it if it is the best so far."""
+        assert self.judge is not None
+        if not self.sound():
+            return
+        wanted, path = self.config.evaluation, self.folder / "eval.json"
+        plan = ScorePlan(steps=(wanted.steps,), samples=wanted.samples)
+        (record,) = evaluate(self.generator(), self.judge, plan, name=IN_TRAINING, ranks=self.ranks)
+        if self.ranks.main:
+            self.write("the score", lambda: self.keep_score(record, plan, path))
+
+    def keep_score(self, record: Record, plan: ScorePlan, path: Path) -> None:
+        assert self.judge is not None
+        name, place = self.judge.net.frechet, self.folder / "best.safetensors"
+        others = [old for old in read_records(path) if same_measure(old, record)]
+        if not others and place.is_file():  # the measure is another than before: what was best is measured again
+            others = list(evaluate(load(place, device=self.state.model.device), self.judge, plan, name=IN_TRAINING))
+            add_record(path, others[0])
+        add_record(path, record)
+        best = min((old["scores"][name] for old in others if old["step"] != self.state.step), default=math.inf)
+        better = record["scores"][name] < best or not place.is_file()
+        if better:
+            packed = pack_model(self.spec, self.state.averages[0].weights, self.origin())
+            write_atomically(place, packed)
+        shown = " · ".join(f"{key} {show_number(key, value)}" for key, value in main_scores(record["scores"]).items())
+        self.say(f"step {self.state.step:,}: {shown}{' (the best so far)' if better else ''}")
+
+    def snapshot(self) -> None:
+        """Samples from the same noise every time, so that a row of snapshots shows one set of images appear."""
+        sheet = grid(self.generator().sample(32, seed=0), columns=8, scale=comfortable_scale(self.spec.image_size))
+        place = self.folder / "samples" / f"{step_name(self.state.step)}.png"
+        self.write("a picture", lambda: write_atomically(place, png(sheet)))
+
+    def write(self, what: str, action: Callable[[], object]) -> None:
+        """Do something that writes; if the disk refuses, warn and go on."""
+        try:
+            if not self.folder.is_dir():
+                raise FileNotFoundError(errno.ENOENT, "the run's folder has vanished", str(self.folder))
+            action()
+        except OSError as error:
+            self.warn(f"{what} of step {self.state.step:,} could not be written ({explain(error)}). The run goes on")
+
+    def say(self, text: str) -> None:
+        """Print a line as it is: paths and names may hold brackets."""
+        self.console.print(Text(text), soft_wrap=True)
+
+    def warn(self, message: str | None) -> None:
+        if message:
+            self.console.print(Text.assemble(("warning: ", "yellow"), message), soft_wrap=True)
+
+
+def explain(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
