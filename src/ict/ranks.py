@@ -4,7 +4,10 @@
 random is a function of the sample's place in the whole batch, so what a rank computes does not depend on their number.
 """
 
+import gc
 import os
+import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,7 +56,9 @@ class Ranks:
             return model
         device = next(model.parameters()).device
         places = [device.index] if device.type == "cuda" else None
-        return Spread(model, device_ids=places, broadcast_buffers=False, gradient_as_bucket_view=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # newer versions would rather be asked by another name
+            return Spread(model, device_ids=places, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     def add(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, in place."""
@@ -115,6 +120,20 @@ def rank_of_environment() -> Ranks:
     return Ranks(rank=rank, count=count, local=local)
 
 
+def device_of_rank(device: torch.device) -> torch.device:
+    """The device of this rank: each its own GPU."""
+    ranks = rank_of_environment()
+    if ranks.count == 1 or device.type != "cuda":
+        return device
+    require(device.index is None, f"--device {device}: with several ranks each takes its own GPU; give cuda or auto")
+    count = torch.cuda.device_count()
+    require(
+        ranks.local < count,
+        f"rank {ranks.rank} has no GPU: this machine has {count}; start as many with --nproc-per-node",
+    )
+    return torch.device("cuda", ranks.local)
+
+
 VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
@@ -135,5 +154,9 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
     distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.count, timeout=PATIENCE)
     try:
         yield ranks
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
     finally:
+        gc.collect()  # whatever still holds the group would keep its threads, and a process that ends with them aborts
         distributed.destroy_process_group()

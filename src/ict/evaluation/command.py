@@ -6,6 +6,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -23,6 +24,7 @@ from ict.evaluation.report import write_report
 from ict.evaluation.tune import tune
 from ict.files import write_atomically
 from ict.model import pack_model
+from ict.ranks import Ranks, device_of_rank, join_ranks, rank_of_environment
 from ict.recipes import load_recipe
 from ict.sampling import Generator
 
@@ -44,11 +46,13 @@ def run_eval(
     out: Path | None,
     **plan: Any,
 ) -> None:
-    place = pick_device(device)
-    console = Console()
+    """Score, on one rank or on many; the main one writes and speaks."""
+    place = device_of_rank(pick_device(device))
+    console = Console(quiet=not rank_of_environment().main)
     if out is not None:
         check_place(out)
     if images is not None:
+        require(rank_of_environment().count == 1, "--images is scored by one process: start it without torchrun")
         config, saved = saved_images(images, data, data_path, split)
         judge = open_judge(config, features=features, weights=weights, device=place, samples=len(saved))
         with DataProgress("looking at the images", total=len(saved)) as progress:
@@ -58,7 +62,29 @@ def run_eval(
         show(console, [record], judge)
         return
     assert model is not None
-    wanted = Plan(**plan)
+    with join_ranks(place) as ranks:
+        evaluate_models(
+            ranks, place, console, model, data=data, data_path=data_path, split=split, features=features,
+            weights=weights, ema=ema, checkpoints=checkpoints, out=out, wanted=Plan(**plan),
+        )  # fmt: skip
+
+
+def evaluate_models(
+    ranks: Ranks,
+    place: torch.device,
+    console: Console,
+    model: Path,
+    *,
+    data: str | None,
+    data_path: str,
+    split: str | None,
+    features: str | None,
+    weights: Path | None,
+    ema: Averages,
+    checkpoints: bool,
+    out: Path | None,
+    wanted: Plan,
+) -> None:
     models = load_models(model, ema=ema, checkpoints=checkpoints, device=place)
     first = next(models)  # the real images are made to its size
     config = data_of(model, data, data_path, split, first[1])
@@ -66,15 +92,18 @@ def run_eval(
     check_place(path)
     judge = open_judge(config, features=features, weights=weights, device=place, samples=wanted.samples)
     records: list[Record] = []
-    with Progress(transient=True, disable=not console.is_terminal) as bar:
+    with Progress(transient=True, disable=not (console.is_terminal and ranks.main)) as bar:
         task = bar.add_task("", total=wanted.samples)
         for name, generator in chain([first], models):
             for record in evaluate(
-                generator, judge, wanted, name=name,
+                generator, judge, wanted, name=name, ranks=ranks,
                 progress=lambda text, done, name=name: bar.update(task, description=f"{name}: {text}", completed=done),
             ):  # fmt: skip
-                add_record(path, record)
+                if ranks.main:
+                    add_record(path, record)
                 records.append(record)
+    if not ranks.main:
+        return
     show(console, records, judge)
     print(f"scores: {path}")
     run = run_of(model)

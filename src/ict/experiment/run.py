@@ -21,7 +21,7 @@ from ict.experiment.parts import Run, explain
 from ict.files import holds_run, list_checkpoints, write_atomically
 from ict.model import ModelSpec, build_model, pack_model
 from ict.objectives import Step, build_objective
-from ict.ranks import Ranks, join_ranks, rank_of_environment
+from ict.ranks import Ranks, device_of_rank, join_ranks
 from ict.runfolder import leftovers, open_folder
 from ict.training.budget import Budget
 from ict.training.checkpoint import Found, restore, surroundings
@@ -52,23 +52,10 @@ def run(
     """
     require(resume in (True, False, "auto"), f'resume = {resume!r}: use True, False or "auto"')
     require(not (resume and overwrite), "--resume and --overwrite exclude each other: go on with a run, or replace it")
-    where = place_of_rank(pick_device(device), rank_of_environment())
+    where = device_of_rank(pick_device(device))
     with join_ranks(where) as ranks:
         console = (console or LastingConsole()) if ranks.main else Console(quiet=True)
         return run_on(ranks, where, config, folder, resume=resume, overwrite=overwrite, console=console)
-
-
-def place_of_rank(device: torch.device, ranks: Ranks) -> torch.device:
-    """The device of one rank: each its own GPU."""
-    if ranks.count == 1 or device.type != "cuda":
-        return device
-    require(device.index is None, f"--device {device}: with several ranks each takes its own GPU; give cuda or auto")
-    count = torch.cuda.device_count()
-    require(
-        ranks.local < count,
-        f"rank {ranks.rank} has no GPU: this machine has {count}; start as many with --nproc-per-node",
-    )
-    return torch.device("cuda", ranks.local)
 
 
 def run_on(
