@@ -24,7 +24,8 @@ test-faults: $(VENV)/dev    ## kills runs, damages checkpoints, fills disks, los
 	$(PYTEST) -m faults -n 2 -rP tests/faults
 
 test-data: $(VENV)/dev      ## with the real CIFAR-10 and Inception: make test-data CIFAR10=folder INCEPTION=file
-	ICT_CIFAR10=$(CIFAR10) ICT_INCEPTION=$(INCEPTION) $(BIN)/pytest -rP -k the_real tests/data/test_cifar10.py tests/evaluation
+	ICT_CIFAR10=$(CIFAR10) ICT_INCEPTION=$(INCEPTION) $(if $(LPIPS),ICT_LPIPS=$(LPIPS)) $(BIN)/pytest -rP -k the_real \
+	  tests/data/test_cifar10.py tests/evaluation tests/test_lpips.py
 
 lint: $(VENV)/dev           ## style, formatting and types
 	$(BIN)/ruff check

@@ -87,4 +87,5 @@ def test_stages_are_what_walking_every_step_finds(name, total):
 
 def test_teacher_ema_of_2023():
     assert teacher_ema_2023(2, s0=2, mu0=0.9) == pytest.approx(0.9)
-    assert teacher_ema_2023(151, s0=2, mu0=0.9) == pytest.approx(0.9 ** (2 / 151))
+    assert teacher_ema_2023(151, s0=2, mu0=0.9) == pytest.approx(math.exp(2 * math.log(0.9) / 151))
+    assert teacher_ema_2023(11, s0=10, mu0=0.0) == 0.0

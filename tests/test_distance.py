@@ -30,7 +30,7 @@ def test_pseudo_huber_keeps_its_digits_for_tiny_differences():
     assert pseudo_huber(x, y).item() == pytest.approx(s / (2 * c), rel=1e-3)
 
 
-@pytest.mark.parametrize("name", sorted(DISTANCES))
+@pytest.mark.parametrize("name", sorted(DISTANCES.keys() - {"lpips"}))  # that one has weights, and tests of its own
 def test_gradient_at_equal_images_is_zero_not_nan(name):
     x = torch.ones(2, 1, 3, 3, requires_grad=True)
     DISTANCES[name](x, x.detach().clone()).sum().backward()
@@ -56,7 +56,7 @@ def test_l1_and_squared_l2():
     assert squared_l2(x, y).tolist() == [10.0]
 
 
-@pytest.mark.parametrize("name", sorted(DISTANCES))
+@pytest.mark.parametrize("name", sorted(DISTANCES.keys() - {"lpips"}))  # that one has weights, and tests of its own
 def test_one_number_a_sample(name):
     assert DISTANCES[name](torch.randn(5, 3, 8, 8), torch.randn(5, 3, 8, 8)).shape == (5,)
 

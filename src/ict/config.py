@@ -147,6 +147,10 @@ class ObjectiveConfig:
     weighting: str = "inverse_gap"
     distance: str = "pseudo_huber"
     c: float | None = None  # of pseudo_huber; left out: 0.00054 · √d
+    lpips_net: str = "vgg16"  # of lpips: "vgg16" or "alexnet"
+    lpips_weights: str = ""  # of lpips: their file, if not in the cache
+    teacher: str = "student"  # the lower side's weights: the "student"'s (iCT), or an average of them, "ema" (2023)
+    mu0: float = 0.9  # of the average: its decay is exp(s0 log μ0 / N)
 
     def __post_init__(self) -> None:
         require(self.s0 >= 1, f"objective.s0 = {self.s0}: use at least 1")
@@ -155,6 +159,11 @@ class ObjectiveConfig:
             self.s0 <= self.s1,
             f"objective.s0 = {self.s0} is above objective.s1 = {self.s1}: N rises from s0 + 1 to s1 + 1",
         )
+        require(
+            self.teacher in ("student", "ema"),
+            f'objective.teacher = {self.teacher!r}: use "student" (iCT) or "ema" (2023)',
+        )
+        require(0 <= self.mu0 < 1, f"objective.mu0 = {self.mu0}: use a rate from 0 to below 1 (2023: 0.9)")
         require(self.p_std > 0, f"objective.p_std = {self.p_std}: must be above 0")
         require(self.c is None or self.c > 0, f"objective.c = {self.c}: must be above 0, or left out for 0.00054·√d")
 

@@ -61,7 +61,7 @@ def _between(s0: int, s1: int, share: float) -> int:
 
 def teacher_ema_2023(levels: int, *, s0: int, mu0: float) -> float:
     """μ(k) = exp(s0 · log μ0 / N(k)) (Table 1, left): the teacher's EMA rate in 2023. iCT sets it to 0."""
-    return math.exp(s0 * math.log(mu0) / levels)
+    return mu0 ** (s0 / levels)  # the same, and 0 for μ0 = 0
 
 
 Curriculum = Callable[..., int]

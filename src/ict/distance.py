@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ict.lpips import load_lpips
+
 
 def huber_c(dimensions: int) -> float:
     """c = 0.00054 · √d (§3.3): 0.0299 for 3×32×32, 0.0599 for 3×64×64."""
@@ -36,6 +38,13 @@ def l1(x: Tensor, y: Tensor) -> Tensor:
     return _difference(x, y).abs().sum(dim=1)
 
 
+def lpips(x: Tensor, y: Tensor, *, lpips_net: str = "vgg16", lpips_weights: str = "") -> Tensor:
+    """LPIPS of the two (the metric of 2023) -> [B]."""
+    if x.shape != y.shape:
+        raise ValueError(f"distance between images of different shapes: {tuple(x.shape)} and {tuple(y.shape)}")
+    return load_lpips(lpips_net, lpips_weights, x.device)(x, y)
+
+
 def _difference(x: Tensor, y: Tensor) -> Tensor:
     if x.shape != y.shape:
         raise ValueError(f"distance between images of different shapes: {tuple(x.shape)} and {tuple(y.shape)}")
@@ -44,4 +53,9 @@ def _difference(x: Tensor, y: Tensor) -> Tensor:
 
 
 # name in a recipe -> (x, y) -> d per sample; pseudo_huber also takes c
-DISTANCES: dict[str, Callable[..., Tensor]] = {"pseudo_huber": pseudo_huber, "squared_l2": squared_l2, "l1": l1}
+DISTANCES: dict[str, Callable[..., Tensor]] = {
+    "pseudo_huber": pseudo_huber,
+    "squared_l2": squared_l2,
+    "l1": l1,
+    "lpips": lpips,
+}

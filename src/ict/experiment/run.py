@@ -210,7 +210,7 @@ def rehearse(config: Config, state: TrainState, images: Images, ranks: Ranks) ->
     try:
         learning_rate(config.training, 0.0)
         x, labels = load_batch(config, one.pixels[sample], one.labels[sample], sample, seed=config.seed, step=0)
-        step = Step(seed=config.seed, number=0, done=0, total=1, samples=sample)
+        step = Step(seed=config.seed, number=0, done=0, total=1, target=state.target, samples=sample)
         loss = build_objective(config)(state.model.train(), x, labels, step).per_sample.sum()
         loss.backward()
     except (ConfigError, torch.OutOfMemoryError):

@@ -16,6 +16,7 @@ class Step:
     number: int  # of the optimiser's step: the counter of everything random
     done: int  # progress is done / total: steps, or milliseconds when time bounds the run
     total: int
+    target: ConsistencyModel | None = None  # the average of the student that teaches it, where the recipe wants one
     samples: Tensor  # int64 [B]: the place of each sample in the whole batch of this step, over all ranks and pieces
 
 

@@ -18,7 +18,10 @@ from ict.weighting import WEIGHTINGS
 
 
 class ImprovedConsistencyTraining:
-    """E[λ(σ_i) d(f_θ(x + σ_{i+1} z, σ_{i+1}), f_θ⁻(x + σ_i z, σ_i))] with θ⁻ = stopgrad(θ) (§2, §3.2)."""
+    """E[λ(σ_i) d(f_θ(x + σ_{i+1} z, σ_{i+1}), f_θ⁻(x + σ_i z, σ_i))] with θ⁻ = stopgrad(θ) (§2, §3.2).
+
+    Each part can be exchanged for that of 2023; there θ⁻ is an average of θ, the step's target.
+    """
 
     def __init__(self, config: Config):
         section = config.objective
@@ -36,7 +39,7 @@ class ImprovedConsistencyTraining:
 
         student = model(add_noise(images, high, z), high, labels, key)
         with torch.no_grad():  # the same weights, the same mode, the same dropout: only the level differs
-            teacher = model(add_noise(images, low, z), low, labels, key)
+            teacher = (model if step.target is None else step.target)(add_noise(images, low, z), low, labels, key)
         weight = self.weighting(low, high).to(student.dtype)
         return Loss(weight * self.distance(student, teacher), {"levels": n}, sigma=high, output=student)
 

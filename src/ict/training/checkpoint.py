@@ -27,6 +27,7 @@ from ict.ranks import ALONE, Ranks
 from ict.training.loop import TrainState
 
 MANIFEST = "checkpoint.json"
+TARGET = "target.safetensors"  # the average that teaches, for recipes that have one
 FORMAT = "ict-checkpoint-2"
 
 
@@ -62,6 +63,8 @@ def copy_state(state: TrainState, spec: ModelSpec, config: Config, extras: dict[
     """Take a copy of all that a checkpoint keeps: the part of saving that a run has to wait for."""
     origin = {"run": config.name, "step": state.step}
     models = {"student.safetensors": ({**origin, "ema": 0.0}, dict(state.model.state_dict()))}
+    if state.target is not None:
+        models[TARGET] = ({**origin, "ema": 0.0}, dict(state.target.state_dict()))
     models |= {average_name(each.decay): ({**origin, "ema": each.decay}, each.weights) for each in state.averages}
     manifest = {
         "format": FORMAT,
@@ -197,7 +200,8 @@ def check_checkpoint(path: Path) -> dict[str, Any]:
 def _checked_files(path: Path, manifest: dict[str, Any]) -> dict[str, str]:
     """Names and digests of exactly the files that a checkpoint of this recipe has: a manifest names no others."""
     try:
-        rates = from_dict(Config, manifest["recipe"]).training.ema
+        recipe = from_dict(Config, manifest["recipe"])
+        rates, teaches = recipe.training.ema, recipe.objective.teacher == "ema"
         window = manifest["extras"]["log"]
         whole = (
             manifest["step"] == step_of(path)
@@ -207,7 +211,8 @@ def _checked_files(path: Path, manifest: dict[str, Any]) -> dict[str, str]:
             and isinstance(manifest["made_with"], dict)
             and all(isinstance(window[key], float | int) for key in ("count", "loss", "gradient"))
             and manifest["model"] == average_name(rates[0])
-            and manifest["files"].keys() == {"student.safetensors", "optimiser.pt", *map(average_name, rates)}
+            and manifest["files"].keys()
+            == {"student.safetensors", "optimiser.pt", *map(average_name, rates), *([TARGET] if teaches else [])}
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedFile(f"{path}: {MANIFEST} is not whole ({error})") from error
@@ -233,9 +238,13 @@ def restore(state: TrainState, found: Found, *, ranks: Ranks = ALONE) -> None:
     """Put a checkpoint's weights, averages, optimiser and counters into a state. Only the main rank reads the disk."""
 
     names = ["student.safetensors", *(average_name(average.decay) for average in state.averages), "optimiser.pt"]
-    weights, *averages, optimiser = (ranks.from_main(read(found.path / name) if ranks.main else None) for name in names)
+    names += [] if state.target is None else [TARGET]
+    weights, *rest = (ranks.from_main(read(found.path / name) if ranks.main else None) for name in names)
     try:
         state.model.load_state_dict(weights)
+        if state.target is not None:
+            state.target.load_state_dict(rest.pop())
+        *averages, optimiser = rest
         for average, kept in zip(state.averages, averages, strict=True):
             average.load(kept)
         state.optimiser.load_state_dict(optimiser)

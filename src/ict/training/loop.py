@@ -1,6 +1,7 @@
 """The training loop: a generator that yields its state once a step. Everything else hangs on that yield."""
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ict.config import Config
+from ict.curriculum import teacher_ema_2023
 from ict.data import Images, batch_indices, flip_mask, to_float
 from ict.data.feed import Feed, open_feed
 from ict.model import ConsistencyModel
@@ -28,6 +30,7 @@ class TrainState:
     model: ConsistencyModel
     averages: list[WeightAverage]
     optimiser: torch.optim.Optimizer
+    target: ConsistencyModel | None = None  # the average that teaches, for recipes that have one
     step: int = 0  # steps done
     seconds: float = 0.0  # wall-clock time spent, over all restarts
     attempt: int = 0  # how often the run has gone back to a checkpoint: each time it draws anew from there
@@ -47,7 +50,9 @@ class TrainState:
 def new_state(config: Config, model: ConsistencyModel, *, ranks: Ranks = ALONE) -> TrainState:
     training = config.training
     averages = [WeightAverage(model, decay=decay, ramp=training.ema_ramp) for decay in training.ema]
-    return TrainState(model=model, averages=averages, optimiser=build_optimiser(model, training, ranks=ranks))
+    target = copy.deepcopy(model).requires_grad_(False) if config.objective.teacher == "ema" else None
+    optimiser = build_optimiser(model, training, ranks=ranks)
+    return TrainState(model=model, averages=averages, optimiser=optimiser, target=target)
 
 
 def reset(state: TrainState, model: ConsistencyModel) -> None:
@@ -55,6 +60,8 @@ def reset(state: TrainState, model: ConsistencyModel) -> None:
     state.model.load_state_dict(model.state_dict())
     for average in state.averages:
         average.load(model.state_dict())
+    if state.target is not None:
+        state.target.load_state_dict(model.state_dict())
     state.optimiser.state.clear()
     state.step = 0
 
@@ -95,6 +102,8 @@ def train(
     pieces = mine.to(device).chunk(training.accumulate)
     started = time.monotonic() - state.seconds
     model.train()
+    if state.target is not None:
+        state.target.train()
 
     try:
         while not budget.finished(state.step, state.seconds):
@@ -115,7 +124,9 @@ def train(
             parts = zip(pieces, pixels.chunk(len(pieces)), labels.chunk(len(pieces)), strict=True)
             for number, (piece, some, classes) in enumerate(parts):
                 x, y = load_batch(config, some, classes, piece, seed=seed, step=state.step)
-                place = Step(seed=seed, number=state.step, done=state.done, total=state.total, samples=piece)
+                place = Step(
+                    seed=seed, number=state.step, done=state.done, total=state.total, target=state.target, samples=piece
+                )
                 last = number == len(pieces) - 1
                 with contextlib.nullcontext() if last or ranks.count == 1 else student.no_sync():  # type: ignore
                     loss = objective(student, x, y, place)  # type: ignore
@@ -135,6 +146,11 @@ def train(
                 optimiser.step()
                 for average in state.averages:
                     average.update(model, state.step)
+                if state.target is not None:
+                    decay = teacher_ema_2023(
+                        int(state.stats["levels"]), s0=config.objective.s0, mu0=config.objective.mu0
+                    )
+                    follow(state.target, model, decay=decay)
 
             state.step += 1
             state.seconds, signal = ranks.highest([time.monotonic() - started, float(asked())])
@@ -142,6 +158,13 @@ def train(
             yield state
     finally:
         feed.close()
+
+
+@torch.no_grad()
+def follow(target: ConsistencyModel, model: ConsistencyModel, *, decay: float) -> None:
+    """θ⁻ ← μ θ⁻ + (1 − μ) θ (§2)."""
+    current = model.state_dict()
+    torch._foreach_lerp_(list(target.state_dict().values()), [current[name] for name in target.state_dict()], 1 - decay)
 
 
 def load_batch(
