@@ -109,7 +109,9 @@ def train(
 def sample(
     model: Annotated[Path, typer.Argument(help="A model file, or the folder of a run.")],
     count: Annotated[int, typer.Option("--count", "-n", help="How many images.")] = 64,
-    steps: Annotated[int, typer.Option(help="Network calls an image.")] = 1,
+    steps: Annotated[
+        int | None, typer.Option(help="Network calls an image: 1 unless given (18 steps for a diffusion model).")
+    ] = None,
     sigmas: Annotated[
         str | None, typer.Option(metavar="S1,S2,…", help="Noise levels of the calls, instead of --steps: 80,0.8.")
     ] = None,

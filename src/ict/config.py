@@ -151,6 +151,8 @@ class ObjectiveConfig:
     lpips_weights: str = ""  # of lpips: their file, if not in the cache
     teacher: str = "student"  # the lower side's weights: the "student"'s (iCT), or an average of them, "ema" (2023)
     mu0: float = 0.9  # of the average: its decay is exp(s0 log μ0 / N)
+    teacher_model: str = ""  # of cd: the file of the diffusion model that is distilled
+    solver: str = "heun"  # of cd: "heun" or "euler"
 
     def __post_init__(self) -> None:
         require(self.s0 >= 1, f"objective.s0 = {self.s0}: use at least 1")
@@ -166,6 +168,11 @@ class ObjectiveConfig:
         require(0 <= self.mu0 < 1, f"objective.mu0 = {self.mu0}: use a rate from 0 to below 1 (2023: 0.9)")
         require(self.p_std > 0, f"objective.p_std = {self.p_std}: must be above 0")
         require(self.c is None or self.c > 0, f"objective.c = {self.c}: must be above 0, or left out for 0.00054·√d")
+
+    @property
+    def learns(self) -> str:
+        """What a model trained so is: it decides how it is preconditioned and sampled."""
+        return "diffusion" if self.kind == "edm" else "consistency"
 
 
 # Keys of [training] that bound a run: one of them, not more.
@@ -195,6 +202,7 @@ class TrainingConfig:
     keep_every: int = 0  # besides, those whose step is a multiple of this stay for good; 0: none
     rollbacks: int = 3  # times that a run which diverges goes back to a checkpoint before it gives up
     shard_optimiser: bool = False  # on several ranks: each keeps only its share of the optimiser's state (ZeRO)
+    start: str = ""  # a model file whose weights the run starts from, for instance a diffusion model's
     deterministic: bool = True  # on a GPU: only kernels that give the same bits every time
 
     def __post_init__(self) -> None:

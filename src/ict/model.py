@@ -38,12 +38,21 @@ def scalings(sigma: Tensor, *, sigma_min: float, sigma_data: float) -> Scalings:
 class ConsistencyModel(nn.Module):
     """f(x, σ) = c_skip(σ) x + c_out(σ) F(c_in(σ) x, c_noise(σ)) (§2).
 
-    All that surrounds the net keeps the precision of x and σ, whatever the net computes in.
+    All that surrounds the net keeps the precision of x and σ, whatever the net computes in. A diffusion model is the
+    same with σ_min = 0 in c_skip and c_out (EDM's preconditioning), and gives the mean of the clean images.
     """
 
-    def __init__(self, net: nn.Module, noise: NoiseConfig, *, image_shape: tuple[int, int, int], classes: int = 0):
+    def __init__(
+        self,
+        net: nn.Module,
+        noise: NoiseConfig,
+        *,
+        image_shape: tuple[int, int, int],
+        classes: int = 0,
+        kind: str = "consistency",
+    ):
         super().__init__()
-        self.net, self.noise, self.image_shape, self.classes = net, noise, image_shape, classes
+        self.net, self.noise, self.image_shape, self.classes, self.kind = net, noise, image_shape, classes, kind
 
     @property
     def device(self) -> torch.device:
@@ -56,7 +65,8 @@ class ConsistencyModel(nn.Module):
 
     def forward(self, x: Tensor, sigma: Tensor, label: Tensor | None = None, key: Tensor | None = None) -> Tensor:
         """x [B, C, H, W], σ [B] -> the clean image [B, C, H, W]; `key` [B] decides dropout in training mode."""
-        scaled = scalings(sigma, sigma_min=self.noise.sigma_min, sigma_data=self.noise.sigma_data)
+        boundary = 0.0 if self.kind == "diffusion" else self.noise.sigma_min
+        scaled = scalings(sigma, sigma_min=boundary, sigma_data=self.noise.sigma_data)
         c_skip, c_out, c_in = (c.to(x.dtype).reshape(-1, 1, 1, 1) for c in scaled[:3])
         out = self.net(c_in * x, scaled.c_noise.to(torch.float32), label, key)
         return c_skip * x + c_out * out.to(x.dtype)
@@ -68,12 +78,14 @@ class ModelSpec:
 
     image_size: int
     channels: int
+    kind: str = "consistency"  # or "diffusion"
     class_names: tuple[str, ...] = ()  # empty: not conditioned on a class
     sigma_mid: float = 0.821
     net: NetConfig = field(default_factory=NetConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
 
     def __post_init__(self) -> None:
+        require(self.kind in ("consistency", "diffusion"), f"kind = {self.kind!r}: this version does not know it")
         DataConfig(image_size=self.image_size, channels=self.channels)  # within the same limits
         require(
             self.noise.sigma_min < self.sigma_mid < self.noise.sigma_max,
@@ -85,6 +97,7 @@ class ModelSpec:
         return cls(
             image_size=config.data.image_size,
             channels=config.data.channels,
+            kind=config.objective.learns,
             class_names=class_names if config.data.classes else (),
             sigma_mid=config.sampling.sigma_mid,
             net=config.net,
@@ -99,7 +112,7 @@ def build_model(spec: ModelSpec, *, seed: int = 0) -> ConsistencyModel:
         torch.manual_seed(seed)
         net = build_net(spec.net, image_size=spec.image_size, channels=spec.channels, classes=classes)
     shape = (spec.channels, spec.image_size, spec.image_size)
-    return ConsistencyModel(net, spec.noise, image_shape=shape, classes=classes)
+    return ConsistencyModel(net, spec.noise, image_shape=shape, classes=classes, kind=spec.kind)
 
 
 # --- the model file: safetensors, with the spec as JSON in its header

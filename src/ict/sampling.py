@@ -13,7 +13,9 @@ from ict.config import ConfigError, NoiseConfig, require, suggest
 from ict.device import place
 from ict.files import list_checkpoints
 from ict.model import ConsistencyModel, ModelSpec, read_model
+from ict.noise import karras_sigmas
 from ict.rng import Stream
+from ict.solvers import heun
 from ict.training.checkpoint import MANIFEST, average_name, check_checkpoint
 
 
@@ -25,10 +27,22 @@ def level_ladder(steps: int, noise: NoiseConfig, *, sigma_mid: float) -> list[fl
     return [noise.sigma_max, *inner, *([sigma_mid] if steps > 1 else [])]
 
 
-def check_ladder(sigmas: Sequence[float], noise: NoiseConfig) -> None:
+def trajectory(steps: int, noise: NoiseConfig) -> list[float]:
+    """The noise levels that a diffusion model is sampled along: Karras' grid, falling; a last step leads to 0."""
+    require(2 <= steps <= 1000, f"steps = {steps}: a diffusion model takes 2 to 1000 (usual are {DIFFUSION_STEPS})")
+    sigmas = karras_sigmas(steps, sigma_min=noise.sigma_min, sigma_max=noise.sigma_max, rho=noise.rho)
+    return [noise.sigma_max, *sigmas.flip(0)[1:-1].tolist(), noise.sigma_min]
+
+
+DIFFUSION_STEPS = 18
+
+
+def check_ladder(sigmas: Sequence[float], spec: ModelSpec) -> None:
+    noise, lowest = spec.noise, sigmas[-1] if sigmas else 0.0
+    above = lowest > noise.sigma_min or (spec.kind == "diffusion" and lowest == noise.sigma_min)
     falling = all(a > b for a, b in itertools.pairwise(sigmas))
     require(
-        len(sigmas) > 0 and falling and noise.sigma_min < sigmas[-1] and sigmas[0] == noise.sigma_max,
+        len(sigmas) > 0 and falling and above and sigmas[0] == noise.sigma_max,
         f"sigmas = {list(sigmas)}: give falling noise levels that start at {noise.sigma_max} and stay above "
         f"{noise.sigma_min}",
     )
@@ -44,13 +58,32 @@ def sample_numbers(
 ) -> Tensor:
     """Images number `numbers` (int64 [B]) of a seed, one network call for each of the falling `sigmas` (§2).
 
+    A diffusion model is solved along them instead. Of a consistency model:
     x ← f(σ_max z, σ_max); then for each further level x ← f(x + √(σ² − σ_min²) z, σ), with fresh z every time. The
     noise is a function of (seed, number, call), so an image does not depend on the batch it is drawn in.
     """
+    if model.kind == "diffusion":
+        return solve(model, numbers, sigmas=sigmas, seed=seed, labels=labels, clip=clip)
     x = torch.zeros(len(numbers), *model.image_shape, device=numbers.device)
     for call, sigma in enumerate(sigmas):
         x = sample_call(model, x, numbers, call=call, sigma=sigma, seed=seed, labels=labels, clip=clip)
     return x
+
+
+def solve(
+    model: ConsistencyModel, numbers: Tensor, *, sigmas: Sequence[float], seed: int, labels: Tensor | None, clip: bool
+) -> Tensor:
+    """Heun's method on dx/dσ = (x − D(x, σ)) / σ from σ_max · z down the levels, and Euler's for the last step to 0."""
+    z = rng.normal(numbers, model.image_shape, seed=seed, step=0, stream=Stream.SAMPLING)
+
+    def level(sigma: float) -> Tensor:
+        return torch.full((len(numbers),), sigma, device=z.device, dtype=torch.float64)
+
+    x = sigmas[0] * z
+    for high, low in itertools.pairwise(sigmas):
+        x = heun(lambda x, sigma: model(x, sigma, labels), x, level(high), level(low))
+    x = model(x, level(sigmas[-1]), labels)  # a step of Euler's to σ = 0 gives the denoised image itself
+    return x.clamp(-1, 1) if clip else x
 
 
 @torch.no_grad()
@@ -90,7 +123,7 @@ class Generator:
         self,
         n: int = 1,
         *,
-        steps: int = 1,
+        steps: int | None = None,
         seed: int = 0,
         label: int | str | Sequence[int | str] | None = None,
         sigmas: Sequence[float] | None = None,
@@ -100,7 +133,8 @@ class Generator:
     ) -> Tensor:
         """`n` images in [-1, 1] -> float32 [n, C, H, W], on the model's device.
 
-        `steps` network calls an image, or one for each of `sigmas` (falling, from σ_max). `label` is one class for
+        `steps` network calls an image (1 unless given), or one for each of `sigmas` (falling, from σ_max); of a
+        diffusion model, steps of Heun's method (18 unless given). `label` is one class for
         all images or one for each; a model with classes that is given none draws them at random. The same seed gives
         the same images whatever `n` and `batch`: the same noise to the bit, the net's answers up to rounding.
         `progress` is called with the number of images drawn so far.
@@ -109,7 +143,7 @@ class Generator:
         require(batch >= 1, f"batch = {batch}: use at least 1")
         require(0 <= seed < 2**63, f"seed = {seed}: use a whole number from 0 to 2^63 - 1")
         ladder = list(sigmas) if sigmas is not None else self.ladder(steps)
-        check_ladder(ladder, self.spec.noise)
+        check_ladder(ladder, self.spec)
         labels = self.labels(n, label, seed=seed)
         images = []
         for numbers in torch.arange(n, device=self.device).split(batch):
@@ -119,7 +153,11 @@ class Generator:
                 progress(int(numbers[-1]) + 1)
         return torch.cat(images)
 
-    def ladder(self, steps: int) -> list[float]:
+    def ladder(self, steps: int | None = None) -> list[float]:
+        """The noise levels of `steps` steps, or of as many as the kind of model usually takes."""
+        if self.spec.kind == "diffusion":
+            return trajectory(steps or DIFFUSION_STEPS, self.spec.noise)
+        steps = 1 if steps is None else steps
         return level_ladder(steps, self.spec.noise, sigma_mid=self.spec.sigma_mid)
 
     def labels(self, n: int, label: int | str | Sequence[int | str] | None = None, *, seed: int = 0) -> Tensor | None:

@@ -206,7 +206,7 @@ def draw(
     ranks: Ranks = ALONE,
 ) -> Iterator[Tensor]:
     """Batches of samples as uint8, number by number: a sample depends on its number alone. Each rank has its share."""
-    check_ladder(sigmas, generator.spec.noise)
+    check_ladder(sigmas, generator.spec)
     batch = min(batch, -(-samples // ranks.count))  # so that every rank has one
     batches = torch.arange(samples, device=generator.device).split(batch)
     for place in ranks.share(torch.arange(len(batches))):

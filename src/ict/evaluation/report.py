@@ -6,7 +6,7 @@ import math
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ict.evaluation.scoreboard import score_section
 from ict.files import list_snapshots, step_of, write_atomically
 from ict.pictures import comfortable_scale, grid, png
 from ict.recipes import load_recipe
-from ict.sampling import Generator, load
+from ict.sampling import DIFFUSION_STEPS, Generator, load
 from ict.training.log import read_log
 
 COLUMNS, ROWS = 10, 8
@@ -33,7 +33,8 @@ def write_report(run: Path, images: Images) -> Path:
     generator = load(run)
     config = load_recipe(run / "recipe.toml")
     records = read_log(run / "log.jsonl")
-    one_step = draw(generator, steps=1)
+    words = wording(generator)
+    one_step = draw(generator, steps=words.steps[0])
     scale = comfortable_scale(generator.spec.image_size)
     page = Template(resources.files("ict.evaluation").joinpath("report.html").read_text(encoding="utf-8"))
     filled = page.substitute(
@@ -41,11 +42,15 @@ def write_report(run: Path, images: Images) -> Path:
         about=html.escape(config.about or "A one-step image generator."),
         chips="".join(f"<span>{html.escape(chip)}</span>" for chip in chips(config, generator, records)),
         real=picture(real_images(generator, images), "Real images"),
-        one=picture(one_step, "Samples in one step"),
-        two=picture(draw(generator, steps=2), "Samples in two steps"),
+        one=picture(one_step, f"Samples in {words.titles[0].lower()}"),
+        two=picture(draw(generator, steps=words.steps[1]), f"Samples in {words.titles[1].lower()}"),
+        how=words.how,
+        one_title=words.titles[0],
+        two_title=words.titles[1],
+        one_note=words.notes[0],
+        two_note=words.notes[1],
         columns="Each column is one class. " if generator.spec.class_names else "",
         enlarged=f"Shown {scale} times enlarged." if scale > 1 else "",
-        sigma_mid=f"{generator.spec.sigma_mid:g}",
         scores=score_section(read_records(run / "eval.json")),
         nearest=nearest_panel(one_step, images),
         film=film_strip(run, records),
@@ -56,6 +61,33 @@ def write_report(run: Path, images: Images) -> Path:
     )
     write_atomically(run / "report.html", filled.encode())
     return run / "report.html"
+
+
+class Wording(NamedTuple):
+    """How the page speaks of samples with fewer and with more steps."""
+
+    steps: tuple[int, int]
+    titles: tuple[str, str]
+    notes: tuple[str, str]
+    how: str
+
+
+def wording(generator: Generator) -> Wording:
+    if generator.spec.kind == "diffusion":
+        fewer, more = DIFFUSION_STEPS // 2, DIFFUSION_STEPS
+        return Wording(
+            (fewer, more),
+            (f"{fewer} steps", f"{more} steps"),
+            (f"{2 * fewer - 1} network calls an image", f"{2 * more - 1} network calls an image"),
+            "A diffusion model is solved from pure noise by Heun's method, along Karras' noise levels.",
+        )
+    return Wording(
+        (1, 2),
+        ("One step", "Two steps"),
+        ("one network call an image", "two network calls an image"),
+        "One step is a single call of the network on pure noise; two steps start from the same noise, add noise of "
+        f"σ = {generator.spec.sigma_mid:g} to the result and call the network again.",
+    )
 
 
 def draw(generator: Generator, *, steps: int) -> Tensor:

@@ -19,7 +19,7 @@ from ict.evaluation.report import write_report
 from ict.experiment.goback import go_back, guard_of
 from ict.experiment.parts import Run, explain
 from ict.files import holds_run, list_checkpoints, write_atomically
-from ict.model import ModelSpec, build_model, pack_model
+from ict.model import ConsistencyModel, ModelSpec, build_model, pack_model, read_model
 from ict.objectives import Step, build_objective
 from ict.ranks import Ranks, device_of_rank, join_ranks
 from ict.runfolder import leftovers, open_folder
@@ -99,6 +99,8 @@ def run_on(
     if where.type == "cuda":
         make_deterministic(config.training.deterministic)
     model = build_model(spec, seed=config.seed)
+    if config.training.start and not resume:
+        start_from(model, Path(config.training.start).expanduser())
     place(model, where)
     state = new_state(config, model, ranks=ranks)
     rehearse(config, state, images, ranks)
@@ -133,6 +135,15 @@ def run_on(
         finish(this)
     ranks.wait()
     return folder / "model.safetensors"
+
+
+def start_from(model: ConsistencyModel, path: Path) -> None:
+    """Begin with the weights of another model of the same net: a diffusion model's, say."""
+    other, _, _ = read_model(path)
+    try:
+        model.load_state_dict(other.state_dict())
+    except RuntimeError as error:
+        raise ConfigError(f"training.start = {path}: its net is not the recipe's: {error}") from error
 
 
 def finish(this: Run) -> None:

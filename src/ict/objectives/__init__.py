@@ -4,9 +4,15 @@ from collections.abc import Callable
 
 from ict.config import Config, choose
 from ict.objectives.base import Loss, Objective, Step
+from ict.objectives.distillation import ConsistencyDistillation
+from ict.objectives.edm import Diffusion
 from ict.objectives.ict import ImprovedConsistencyTraining
 
-OBJECTIVES: dict[str, Callable[[Config], Objective]] = {"ict": ImprovedConsistencyTraining}
+OBJECTIVES: dict[str, Callable[[Config], Objective]] = {
+    "ict": ImprovedConsistencyTraining,
+    "cd": ConsistencyDistillation,
+    "edm": Diffusion,
+}
 
 
 def build_objective(config: Config) -> Objective:

@@ -37,11 +37,19 @@ class ImprovedConsistencyTraining:
         z = rng.normal(step.samples, tuple(images.shape[1:]), seed=step.seed, step=step.number, stream=Stream.NOISE)
         key = rng.words(step.samples, 1, seed=step.seed, step=step.number, stream=Stream.DROPOUT)[:, 0]
 
-        student = model(add_noise(images, high, z), high, labels, key)
+        noisy = add_noise(images, high, z)
+        student = model(noisy, high, labels, key)
         with torch.no_grad():  # the same weights, the same mode, the same dropout: only the level differs
-            teacher = (model if step.target is None else step.target)(add_noise(images, low, z), low, labels, key)
+            lower = self.lower_side(images, labels, noisy, low, high, z)
+            teacher = (model if step.target is None else step.target)(lower, low, labels, key)
         weight = self.weighting(low, high).to(student.dtype)
         return Loss(weight * self.distance(student, teacher), {"levels": n}, sigma=high, output=student)
+
+    def lower_side(
+        self, images: Tensor, labels: Tensor | None, noisy: Tensor, low: Tensor, high: Tensor, z: Tensor
+    ) -> Tensor:
+        """x at the lower level: the same image with less of the same noise."""
+        return add_noise(images, low, z)
 
     def draw_levels(self, n: int, step: Step) -> tuple[Tensor, Tensor]:
         """σ_i and σ_{i+1} of each sample, i ~ p(i) (§3.5) -> two float64 [B]."""

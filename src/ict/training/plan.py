@@ -23,6 +23,8 @@ class Plan:
     @classmethod
     def of(cls, config: Config, budget: Budget) -> "Plan":
         section = config.objective
+        if section.learns == "diffusion":
+            return cls([(0, 0)], budget.progress(0, 0.0)[1], budget.steps is None, 0)
         curriculum = choose("objective.curriculum", section.curriculum, CURRICULA)
         _, total = budget.progress(0, 0.0)
         found = list(stages(curriculum, total, s0=section.s0, s1=section.s1))
@@ -38,6 +40,8 @@ class Plan:
         """One line: where N starts and ends, and where it changes."""
         unit = (lambda at: f"{at / 1000:.0f} s") if self.timed else (lambda at: f"step {at:,}")
         first, last = self.stages[0][1], self.stages[-1]
+        if first == 0:
+            return "drawn from all of them"
         if len(self.stages) == 1:
             return f"N = {first} throughout"
         if len(self.stages) > 12:

@@ -1,0 +1,39 @@
+"""Consistency distillation (Song et al., 2023): the lower level is reached along a diffusion model's ODE (§2)."""
+
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ict.config import Config, ConfigError, choose, require
+from ict.model import ConsistencyModel, read_model
+from ict.objectives.ict import ImprovedConsistencyTraining
+from ict.solvers import SOLVERS
+
+
+class ConsistencyDistillation(ImprovedConsistencyTraining):
+    """As consistency training, but x at σ_i comes from x at σ_{i+1} by one step of a solver on the teacher's ODE."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.solve = choose("objective.solver", config.objective.solver, SOLVERS)
+        self.path = config.objective.teacher_model
+        require(
+            bool(self.path), "objective.kind = cd distils a diffusion model: name its file in objective.teacher_model"
+        )
+        self.teacher_on = functools.cache(self.load)
+
+    def load(self, device: torch.device) -> ConsistencyModel:
+        """The diffusion model that is distilled."""
+        model, spec, _ = read_model(Path(self.path).expanduser())
+        if spec.kind != "diffusion":
+            raise ConfigError(f"{self.path} is a {spec.kind} model: objective.teacher_model must be a diffusion model")
+        return model.to(device).requires_grad_(False)
+
+    def lower_side(
+        self, images: Tensor, labels: Tensor | None, noisy: Tensor, low: Tensor, high: Tensor, z: Tensor
+    ) -> Tensor:
+        teacher = self.teacher_on(noisy.device)
+        require(teacher.image_shape == tuple(images.shape[1:]), f"{self.path} was trained on images of another size")
+        return self.solve(lambda x, sigma: teacher(x, sigma, labels if teacher.classes else None), noisy, high, low)
