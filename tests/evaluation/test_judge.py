@@ -216,7 +216,7 @@ def test_tuning_many_steps_stays_on_the_grid(digits, net, monkeypatch):
         tune(generator, judge, steps=6, samples=70, first=70, stop=1)
     monkeypatch.setattr(Ladder, "score", lambda self, sigma, samples: -sigma)
     sigmas, _ = tune(generator, judge, steps=4, samples=70, first=70, stop=1)
-    check_ladder(sigmas, generator.spec.noise)
+    check_ladder(sigmas, generator.spec)
 
 
 def test_tuning_is_never_worse_than_what_it_has_seen(digits, net, monkeypatch):
