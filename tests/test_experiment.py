@@ -230,9 +230,9 @@ def test_only_the_newest_checkpoints_stay(tmp_path):
 
 
 def test_some_checkpoints_stay_for_good(tmp_path):
-    config = tiny_config(training={"keep": 1, "keep_every": 4, "save_every": 2})
+    config = tiny_config(training={"keep": 2, "keep_every": 4, "save_every": 2})
     run(config, tmp_path / "run", device="cpu", console=quiet())
-    assert [path.name[-2:] for path in list_checkpoints(tmp_path / "run")] == ["04", "08", "12"]
+    assert [path.name[-2:] for path in list_checkpoints(tmp_path / "run")] == ["04", "08", "10", "12"]
 
 
 @pytest.mark.parametrize("log_every", [1, 1000])
@@ -277,9 +277,9 @@ def test_overwriting_leaves_what_is_not_ours(whole, tmp_path):
     for name in foreign:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("mine")
-    run(tiny_config(training={"keep": 1}), folder, device="cpu", overwrite=True, console=quiet())
+    run(tiny_config(training={"keep": 2}), folder, device="cpu", overwrite=True, console=quiet())
     assert all((folder / name).read_text() == "mine" for name in foreign)
-    assert [path.name for path in list_checkpoints(folder)] == ["step-00000012"]
+    assert [path.name for path in list_checkpoints(folder)] == ["step-00000008", "step-00000012"]
 
 
 def test_a_recipe_of_somebodys_own_is_never_replaced(tmp_path):
@@ -302,8 +302,8 @@ def test_a_checkpoint_that_was_moved_and_linked_is_pruned_as_a_link(whole, tmp_p
     shutil.copytree(whole, folder)
     shutil.move(folder / "checkpoints" / "step-00000004", tmp_path / "elsewhere")
     (folder / "checkpoints" / "step-00000004").symlink_to(tmp_path / "elsewhere")
-    run(tiny_config(training={"keep": 1, "steps": 14}), folder, device="cpu", resume=True, console=quiet())
-    assert [path.name for path in list_checkpoints(folder)] == ["step-00000014"]
+    run(tiny_config(training={"keep": 2, "steps": 14}), folder, device="cpu", resume=True, console=quiet())
+    assert [path.name for path in list_checkpoints(folder)] == ["step-00000012", "step-00000014"]
     assert (tmp_path / "elsewhere" / "checkpoint.json").exists()
 
 
@@ -318,8 +318,8 @@ def test_damaged_checkpoints_are_put_aside_and_never_crowd_out_good_ones(whole, 
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     (folder / "checkpoints" / "step-00000012" / "optimiser.pt").unlink()
-    run(tiny_config(training={"keep": 1, "steps": 10}), folder, device="cpu", resume=True, console=quiet())
-    assert [path.name for path in list_checkpoints(folder)] == ["step-00000010"]
+    run(tiny_config(training={"keep": 2, "steps": 10}), folder, device="cpu", resume=True, console=quiet())
+    assert [path.name for path in list_checkpoints(folder)] == ["step-00000008", "step-00000010"]
     assert (folder / "checkpoints" / "damaged-step-00000012").is_dir()
     assert find_checkpoint(folder).manifest["step"] == 10
     assert [path.name for path in sorted((folder / "samples").iterdir())] == ["step-00000006.png", "step-00000010.png"]
@@ -497,10 +497,82 @@ def test_an_atomic_write_keeps_the_old_file_on_an_error(tmp_path, monkeypatch):
 
 
 def test_a_log_line_that_was_cut_off_is_passed_over(tmp_path):
-    line = '{"step": 1, "loss": 2.5}\n'
-    (tmp_path / "log").write_text(line + line + '{"st')
-    assert read_log(tmp_path / "log") == [{"step": 1, "loss": 2.5}] * 2
+    line, other = '{"step": 1, "loss": 2.5}\n', '{"step": 2, "loss": 2.5}\n'
+    (tmp_path / "log").write_text(line + other + '{"st')
+    assert read_log(tmp_path / "log") == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.5}]
+    (tmp_path / "log").write_text(line + other + line)  # a run that had gone back, and could not take lines away
+    assert read_log(tmp_path / "log") == [{"step": 1, "loss": 2.5}]
     for broken in (b'{"st', b"5", b"[]", b"\xff\xfe"):
         (tmp_path / "log").write_bytes(line.encode() + broken + b"\n" + line.encode())
         with pytest.raises(ConfigError, match="line 2"):
             read_log(tmp_path / "log")
+
+
+def test_auto_never_replaces_a_finished_model(whole, tmp_path):
+    """Its checkpoints were deleted to save space, or lie on a disk that is not there."""
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    with pytest.raises(ConfigError, match=r"model\.safetensors but no checkpoint"):
+        run(tiny_config(), tmp_path / "run", device="cpu", resume="auto", console=quiet())
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == before
+
+
+@pytest.mark.parametrize("odd", ["a folder", "a file"])
+def test_what_cannot_be_read_as_a_checkpoint_is_passed_over(odd, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    newest = list_checkpoints(tmp_path / "run")[-1]
+    if odd == "a folder":
+        (newest / "checkpoint.json").unlink()
+        (newest / "checkpoint.json").mkdir()
+    else:
+        (tmp_path / "run" / "checkpoints" / "step-00000099").write_text("mine")
+    found = find_checkpoint(tmp_path / "run")
+    assert found.manifest["step"] == (8 if odd == "a folder" else 12) and "cannot be read" in found.passed_over[0]
+
+
+def test_log_lines_that_wait_are_written_before_a_stop(tmp_path, monkeypatch):
+    original, refused = RunLog.append, []
+
+    def append(self, line):
+        if self.path is not None and len(refused) < 3:
+            refused.append(line)
+            self.unwritten += line
+            return
+        original(self, line)
+
+    monkeypatch.setattr(RunLog, "append", append)
+    step = RunLog.step
+
+    def interrupt(self, state):
+        if state.step == 7:
+            signal.raise_signal(signal.SIGTERM)
+        return step(self, state)
+
+    monkeypatch.setattr(RunLog, "step", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_config(), tmp_path / "run", device="cpu", console=quiet())
+    monkeypatch.undo()
+    run(tiny_config(), tmp_path / "run", device="cpu", resume=True, console=quiet())
+    assert [line["step"] for line in read_log(tmp_path / "run" / "log.jsonl")] == [1, 3, 6, 9, 12]
+
+
+def test_a_checkpoint_is_saved_though_an_older_one_cannot_be_deleted(tmp_path, monkeypatch):
+    def refuse(path):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(checkpoint, "remove", refuse)
+    console = quiet()
+    run(tiny_config(training={"keep": 2}), tmp_path / "run", device="cpu", console=console)
+    assert "step 12 is saved, but an older checkpoint could not be deleted" in said(console)
+    assert "could not be saved" not in said(console) and len(list_checkpoints(tmp_path / "run")) == 3
+
+
+def test_a_page_that_cannot_be_written_does_not_fail_a_finished_run(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "report.html")
+
+    monkeypatch.setattr("ict.experiment.main.write_report", refuse)
+    console = quiet()
+    assert run(tiny_config(), tmp_path / "run", device="cpu", console=console).is_file()
+    assert "the page of step 12 could not be written" in said(console)

@@ -26,6 +26,10 @@ def test_the_environment_says_who_one_is(monkeypatch):
     assert rank_of_environment() == Ranks() and Ranks().main
     for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="not all that belongs to it"):
+        rank_of_environment()
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     assert rank_of_environment() == Ranks(rank=5, count=8, local=1)
     assert device_of_rank(torch.device("cpu")) == torch.device("cpu")
     with pytest.raises(ConfigError, match="each takes its own GPU"):

@@ -231,8 +231,9 @@ class TrainingConfig:
             f"training.ema = {list(self.ema)}: give one or more different rates from 0 to below 1",
         )
         require(0 <= self.ema_ramp <= 1, f"training.ema_ramp = {self.ema_ramp}: a share from 0 to 1")
-        for name in ("log_every", "save_every", "keep"):
+        for name in ("log_every", "save_every"):
             require(getattr(self, name) >= 1, f"training.{name} = {getattr(self, name)}: use at least 1")
+        require(self.keep >= 2, f"training.keep = {self.keep}: use at least 2, as the newest may be damaged")
         require(self.keep_every >= 0, f"training.keep_every = {self.keep_every}: use 0 (none) or a number of steps")
         require(0 <= self.rollbacks <= 1000, f"training.rollbacks = {self.rollbacks}: use 0 (give up at once) to 1000")
         require(0 <= self.snapshots <= 1000, f"training.snapshots = {self.snapshots}: use 0 (none) to 1000")

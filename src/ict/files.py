@@ -83,7 +83,7 @@ def cache_home() -> Path:
 # --- what is where in the folder of a run; names that are not ours are never touched
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
-EVIDENCE = re.compile(r"step-\d{8,}-\d+\.json")
+EVIDENCE = re.compile(r"step-\d{8,}-\d+\.json|attempt\.json")
 STEP_PICTURE = re.compile(r"step-(\d{8,})\.png")
 
 
@@ -103,7 +103,7 @@ def list_snapshots(run: Path) -> list[Path]:
 
 def list_evidence(run: Path) -> list[Path]:
     """What the guard has written down of its alarms."""
-    return sorted(path for path in (run / "guard").glob("step-*.json") if EVIDENCE.fullmatch(path.name))
+    return sorted(path for path in (run / "guard").glob("*.json") if EVIDENCE.fullmatch(path.name))
 
 
 def step_of(path: Path) -> int:

@@ -117,6 +117,12 @@ def rank_of_environment() -> Ranks:
         names = ", ".join(f"{name}={os.environ.get(name)!r}" for name in VARIABLES)
         require(False, f"{names}: these should be numbers; start with torchrun, or unset them")
         raise
+    complete = count == 1 or {"MASTER_ADDR", "MASTER_PORT", "RANK"} <= os.environ.keys()
+    require(
+        0 <= rank < count and local >= 0 and complete,
+        f"the environment says RANK={rank}, WORLD_SIZE={count}, but not all that belongs to it: start with torchrun, "
+        "or unset them",
+    )
     return Ranks(rank=rank, count=count, local=local)
 
 

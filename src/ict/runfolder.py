@@ -47,7 +47,8 @@ def leftovers(folder: Path, *, overwrite: bool) -> list[Path]:
         )
     elif foreign := [path for path in files if path.name != "recipe.toml" or not path.read_bytes().startswith(MARK)]:
         raise ConfigError(f"{foreign[0]} is in the way and not of a run of ict: move it, or choose another --out")
-    return [*files, *list_checkpoints(folder), *list_snapshots(folder), *list_evidence(folder)]
+    aside = (folder / "checkpoints").glob("damaged-step-*")
+    return [*files, *list_checkpoints(folder), *aside, *list_snapshots(folder), *list_evidence(folder)]
 
 
 def step_back(folder: Path, found: Found) -> None:

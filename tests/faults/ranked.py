@@ -1,4 +1,4 @@
-"""One rank of a small run, for torchrun: `ranked.py FOLDER [key=value …]`; `nan=STEP` spoils the last rank's loss."""
+"""One rank of a small run, for torchrun: `ranked.py FOLDER [key=value …]`; `nan=STEP often=1` spoils its last rank."""
 
 import json
 import os
@@ -19,25 +19,29 @@ from ict.training.interrupt import Stopped
 def main() -> None:
     folder = Path(sys.argv[1])
     options = {key: json.loads(value) for key, value in (pair.split("=") for pair in sys.argv[2:])}
-    nan = options.pop("nan", None)
+    nan, often = options.pop("nan", None), options.pop("often", 1)
+    objective = {"curriculum": options.pop("curriculum", "exponential")}
     rank, count = (int(os.environ.get(name, usual)) for name, usual in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if nan is not None and rank == count - 1:
-        spoil(nan)
+        spoil(range(nan, nan + often))
     note_images(folder.parent / f"{folder.name}-images-{rank}")
     training = {"steps": 24, "batch": 16, "log_every": 1, "save_every": 3, "keep": 2, "snapshots": 1} | options
-    config = tiny_config(net={"dropout": 0.0}, training=training)
+    config = tiny_config(net={"dropout": 0.0}, training=training, objective=objective)
     try:
         run(config, folder, device="cpu", resume="auto", console=Console(width=200))
     except Stopped as stop:
         sys.exit(stop.code)
 
 
-def spoil(step: int) -> None:
+def spoil(steps: range) -> None:
+    """Not after the run has gone back: then it draws from another seed."""
     original = ImprovedConsistencyTraining.__call__
 
     def spoiled(self, model, images, labels, place):
         loss = original(self, model, images, labels, place)
-        return type(loss)(loss.per_sample * (float("nan") if place.number == step else 1), loss.stats)
+        return type(loss)(
+            loss.per_sample * (float("nan") if place.number in steps and place.seed == 0 else 1), loss.stats
+        )
 
     ImprovedConsistencyTraining.__call__ = spoiled
 

@@ -136,7 +136,7 @@ def test_a_malicious_checkpoint_is_refused_without_its_side_effect(whole, tmp_pa
 def small_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", disk], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("needs the right to mount a small disk")
     yield disk
     subprocess.run(["umount", disk], check=True)
@@ -158,7 +158,7 @@ def test_a_run_outlives_a_disk_that_is_full_for_a_while(small_disk, whole):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Console, "print", watch)
-        config = tiny_config(training={"log_every": 1, "keep": 1})
+        config = tiny_config(training={"log_every": 1, "keep": 2})
         run(config, small_disk / "run", device="cpu", console=console)
     told = "\n".join(seen)
     assert re.search(r"step 8 could not be saved .*No space left.*needs [\d.]+ MiB.*MiB free.*goes on", told)
@@ -180,7 +180,7 @@ def test_a_run_outlives_a_disk_that_becomes_read_only(small_disk):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Console, "print", watch)
-        run(tiny_config(training={"log_every": 1, "keep": 1}), small_disk / "run", device="cpu", console=console)
+        run(tiny_config(training={"log_every": 1, "keep": 2}), small_disk / "run", device="cpu", console=console)
     assert re.search(r"step 8 could not be saved .*Read-only", console.file.getvalue())
     assert [line["step"] for line in read_log(small_disk / "run" / "log.jsonl")] == list(range(1, 13))
 
@@ -271,14 +271,30 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_with_the_right_weights(numb
     assert distance(folder, pair) == 0
 
 
-def test_ranks_stop_together_when_asked(pair, tmp_path):
+@pytest.mark.parametrize("options", [[], ["shard_optimiser=true"]])
+def test_ranks_go_on_and_go_back_together(options, pair, tmp_path):
+    """A run on two ranks that is stopped, resumed and thrown back; with a sharded optimiser too."""
+    for steps in (30, 60):
+        finished(torchrun(2, tmp_path / "run", f"steps={steps}", 'curriculum="constant"', *options))
+    finished(torchrun(2, tmp_path / "whole", "steps=60", 'curriculum="constant"', *options))
+    assert distance(tmp_path / "run", tmp_path / "whole") == 0
+    said = finished(torchrun(2, tmp_path / "back", "steps=60", "nan=30", "often=20", *options))
+    assert "Going back to step" in said
+    said = finished(torchrun(2, tmp_path / "anew", "steps=20", "nan=1", "often=15", "save_every=100", *options))
+    assert "Going back to the start" in said
+
+
+@pytest.mark.parametrize("everyone", [False, True])
+def test_ranks_stop_together_when_asked(everyone, pair, tmp_path):
+    """Whether torchrun alone gets the signal, or all its ranks too, as schedulers send it."""
     folder = tmp_path / "run"
     group = subprocess.Popen(
         torchrun(2, folder, "steps=2000"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     wait_for(lambda: last_step(folder) >= 5, group)
-    group.send_signal(signal.SIGTERM)
+    for process in [*(children(group.pid) if everyone else []), group.pid]:
+        os.kill(process, signal.SIGTERM)
     said, _ = group.communicate(timeout=120)
     assert "and saved" in said, said
     assert find_checkpoint(folder).manifest["step"] == last_step(folder)

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import signal
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ict.objectives.ict import ImprovedConsistencyTraining
 from ict.ranks import ALONE
 from ict.sampling import load
 from ict.training.guard import BINS, FAR, IN_A_ROW, PATIENCE, SETTLED, Guard, GuardState
-from ict.training.log import TrainingFailed, read_log
+from ict.training.log import RunLog, TrainingFailed, read_log
 
 LONG = {"steps": 120, "log_every": 1, "save_every": 10, "keep": 3, "snapshots": 0}
 
@@ -68,6 +69,56 @@ def test_the_jump_at_a_switch_of_n_is_known_and_a_real_one_is_not():
     assert guard.alarm is None and guard.calm
     feed(guard, 128.0 * 3 * FAR, gradient=128.0, steps=2 * PATIENCE, levels=1281)
     assert guard.alarm is not None
+
+
+def test_a_switch_to_fewer_levels_is_no_divergence():
+    """As when a run is made longer: the loss itself hardly depends on N."""
+    guard = guard_of()
+    feed(guard, 3.0, steps=2 * SETTLED, levels=1281)
+    feed(guard, 5.0, steps=5 * PATIENCE, levels=11)
+    assert guard.alarm is None and guard.figures()["loss_ema"] < 5.0
+
+
+def test_what_is_logged_by_level_is_what_was_seen():
+    guard = guard_of()
+    for levels in (11, 21, 41):
+        for _ in range(60):
+            guard.begin()
+            sigma = torch.full((4,), 1.0, dtype=torch.float64)
+            guard.watch(Loss(torch.full((4,), 2.0), {}, sigma=sigma), scale=1.0)
+            guard.check(torch.tensor(2.0), torch.tensor(1.0), step=0, levels=levels)
+        assert [value for value in guard.figures()["loss_by_level"] if value is not None] == [2.0]
+
+
+@pytest.mark.parametrize("growth", [1.009, 1.011, 1.02])
+def test_a_slow_divergence_is_noticed_too(growth):
+    """What grows by a per cent a step would be followed by its own slow average."""
+    guard, value = guard_of(), 1.0
+    feed(guard, 1.0, steps=2 * SETTLED)
+    for _ in range(3000):
+        value *= growth
+        feed(guard, value)
+        if guard.alarm is not None:
+            break
+    assert value < 300
+
+
+def test_steps_that_are_often_skipped_alarm():
+    guard = guard_of()
+    for step in range(100):
+        feed(guard, 1.0 if step % 10 == 0 else math.nan)
+    assert guard.alarm is not None and "of the last steps" in guard.alarm
+    other = guard_of()
+    for step in range(500):
+        feed(other, math.nan if step % 10 == 0 else 1.0)
+    assert other.alarm is None and other.state.skipped == 50
+
+
+def test_a_figure_that_was_zero_may_rise():
+    guard = guard_of()
+    feed(guard, 0.0, steps=2 * SETTLED, gradient=0.0)
+    feed(guard, 1.0, steps=3 * PATIENCE)
+    assert guard.alarm is None
 
 
 def test_what_is_not_finite_is_skipped_and_counted():
@@ -141,7 +192,7 @@ def test_a_run_that_diverges_goes_back_and_goes_another_way(factor, tmp_path, mo
     assert "Going back to step 70, with another order of the data" in said
     lines = read_log(folder / "log.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 121)) and lines[-1]["loss"] < 100
-    evidence = json.loads(next((folder / "guard").iterdir()).read_text())
+    evidence = json.loads(next((folder / "guard").glob("step-*.json")).read_text())
     assert evidence["attempt"] == 0 and len(evidence["images_of_the_last_batch"]) == 8
     assert evidence["steps"][-1]["step"] == evidence["step"] - 1 and len(evidence["steps"]) >= 70
     assert json.loads((list_checkpoints(folder)[-1] / "checkpoint.json").read_text())["attempt"] == 1
@@ -165,9 +216,70 @@ def test_a_run_that_always_diverges_gives_up_and_says_why(tmp_path, monkeypatch)
         run(tiny_config(training=LONG | {"rollbacks": 2}), tmp_path / "run", device="cpu", console=console)
     said = console.file.getvalue()
     assert "Going back to step 30" in said and "Going back to step 20" in said  # further, as 30 was no help
-    assert len(list((tmp_path / "run" / "guard").iterdir())) == 3
-    assert [path.name for path in list_checkpoints(tmp_path / "run")][-1] == "step-00000030"
+    assert len(list((tmp_path / "run" / "guard").glob("step-*.json"))) == 3
     assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_nan_in_the_last_step_does_not_cost_the_run(tmp_path, monkeypatch):
+    """Nobody knows whether the weights are sound after it; so its end is tried again, with other draws."""
+    spoil(monkeypatch, lambda seed, step: math.nan if seed == 0 and step == 29 else 1.0)
+    run(tiny_config(training=LONG | {"steps": 30}), tmp_path / "run", device="cpu", console=quiet())
+    assert list_checkpoints(tmp_path / "run")[-1].name == "step-00000030"
+    assert load(tmp_path / "run").sample(2).isfinite().all()
+
+
+def test_a_checkpoint_that_is_due_at_a_skipped_step_is_written_at_the_next(tmp_path, monkeypatch):
+    spoil(monkeypatch, lambda seed, step: math.nan if step == 9 else 1.0)
+    config = tiny_config(training=LONG | {"steps": 18, "keep": 5})
+    run(config, tmp_path / "run", device="cpu", console=quiet())
+    assert [path.name[-2:] for path in list_checkpoints(tmp_path / "run")] == ["11", "18"]
+
+
+def test_a_run_that_ends_high_goes_back_and_ends_again(tmp_path, monkeypatch):
+    spoil(monkeypatch, lambda seed, step: 1e5 if seed == 0 and step >= 110 else 1.0)
+    console = quiet()
+    run(tiny_config(training=LONG), tmp_path / "run", device="cpu", console=console)
+    assert "Going back to step 110" in console.file.getvalue()
+    assert read_log(tmp_path / "run" / "log.jsonl")[-1]["loss"] < 100
+
+
+def test_ways_back_are_counted_over_restarts_and_lead_further_back(tmp_path, monkeypatch):
+    """The alarm comes a little later each time; what was gone back to was no help."""
+    first = {0: 75}
+    spoil(monkeypatch, lambda seed, step: math.nan if step >= first.setdefault(seed, 75 + len(first)) else 1.0)
+    config, console = tiny_config(training=LONG), quiet()
+    with pytest.raises(TrainingFailed, match="gone back 3 times"):
+        run(config, tmp_path / "run", device="cpu", console=console)
+    steps = [int(part.split(",")[0]) for part in console.file.getvalue().split("Going back to step ")[1:]]
+    assert steps[:2] == [70, 60]
+    with pytest.raises(TrainingFailed, match="gone back 3 times"):
+        run(config, tmp_path / "run", device="cpu", console=quiet(), resume="auto")
+
+
+def test_a_longer_run_is_not_a_divergence(tmp_path):
+    """N falls back where a run is made longer."""
+    section = {"s0": 2, "s1": 64}
+    for steps in (120, 4000):
+        config = tiny_config(objective=section, training=LONG | {"steps": steps, "log_every": 10, "save_every": 40})
+        if steps == 120:
+            run(config, tmp_path / "run", device="cpu", console=quiet())
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ict.training.log.RunLog.step", stop_at(240))
+            with pytest.raises(KeyboardInterrupt):
+                run(config, tmp_path / "run", device="cpu", console=quiet(), resume=True)
+    assert read_log(tmp_path / "run" / "log.jsonl")[-1]["step"] == 240 and not (tmp_path / "run" / "guard").exists()
+
+
+def stop_at(last: int):
+    original = RunLog.step
+
+    def step(self, state):
+        if state.step == last:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, state)
+
+    return step
 
 
 def test_a_run_that_diverges_before_its_first_checkpoint_starts_anew(tmp_path, monkeypatch):

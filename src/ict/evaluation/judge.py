@@ -207,10 +207,7 @@ def draw(
 ) -> Iterator[Tensor]:
     """Batches of samples as uint8, number by number: a sample depends on its number alone. Each rank has its share."""
     check_ladder(sigmas, generator.spec)
-    batch = min(batch, -(-samples // ranks.count))  # so that every rank has one
-    batches = torch.arange(samples, device=generator.device).split(batch)
-    for place in ranks.share(torch.arange(len(batches))):
-        numbers = batches[int(place)]
+    for numbers in ranks.share(torch.arange(samples, device=generator.device)).split(batch):
         chosen = None if labels is None else labels[numbers]
         x = sample_numbers(generator.model, numbers, sigmas=sigmas, seed=seed, labels=chosen, clip=True)
         yield to_uint8(finite(x))

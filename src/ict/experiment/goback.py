@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 from ict.config import ConfigError
@@ -20,20 +21,20 @@ from ict.training.loop import draw_seed, reset
 def go_back(this: Run) -> None:
     """The guard has given alarm: put the evidence aside, and go on from an earlier checkpoint with other draws."""
     state, why = this.state, this.guard.alarm
-    again = state.step <= this.worst  # no further than last time: go back further
-    this.worst = max(this.worst, state.step)
+    again = this.returned is not None and this.begun == this.returned  # nothing was saved since: go back further
     over = state.attempt >= this.config.training.rollbacks
-    found, file = None, this.folder / "guard" / f"{step_name(state.step)}-{state.attempt}.json"
+    found, told, file = None, False, this.folder / "guard" / f"{step_name(state.step)}-{state.attempt}.json"
     if this.ranks.main:
         this.saver.wait()
-        this.write("the evidence", lambda: write_atomically(file, evidence(this)))
+        told = this.write("the evidence", lambda: write_atomically(file, evidence(this)))
         found = None if over else earlier(this, this.begun if again else None)
     found, lost = this.ranks.from_main((found, found is None and this.saver.saved > 0))
     if over or lost:
         gone = f" (it has gone back {state.attempt} times already)" if state.attempt else ""
         raise TrainingFailed(
             f"the run diverged by step {state.step:,}{gone}: {why}. Nothing of that was saved; lower training.lr "
-            f"or raise training.lr_warmup. The last steps are in {file}"
+            "or raise training.lr_warmup"
+            + (f". The last steps are in {file}" if told else "")
             + (". No checkpoint can be read to go back to" if lost and not over else "")
         )
     attempt = state.attempt + 1
@@ -47,10 +48,28 @@ def go_back(this: Run) -> None:
         this.guard.forget(guard_of(found))
     if this.ranks.main and found is not None:
         this.write("what lies beyond", lambda: step_back(this.folder, found))
-    state.attempt, this.begun = attempt, state.step
+    state.attempt, this.begun, this.returned = attempt, state.step, state.step
+    if this.ranks.main:
+        this.write("the count of ways back", lambda: write_attempt(this.folder, attempt))
     this.saver.saved = this.saver.begun = state.step
     place = f"step {state.step:,}" if found is not None else "the start, as nothing was saved yet"
-    this.warn(f"{why}. Going back to {place}, with another order of the data; the evidence is in {file}")
+    where = f"; the evidence is in {file}" if told else ""
+    this.warn(f"{why}. Going back to {place}, with another order of the data{where}")
+
+
+def write_attempt(folder: Path, attempt: int) -> None:
+    """How often a run has gone back is kept beside its checkpoints, as the next one may never be written."""
+    write_atomically(folder / "guard" / ATTEMPT, json.dumps({"attempt": attempt}).encode())
+
+
+def read_attempt(folder: Path) -> int:
+    try:
+        return int(json.loads((folder / "guard" / ATTEMPT).read_bytes())["attempt"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+ATTEMPT = "attempt.json"
 
 
 def earlier(this: Run, before: int | None) -> Found | None:
@@ -89,6 +108,6 @@ def speakable(thing: Any) -> Any:
 
 
 def guard_of(found: Found) -> GuardState:
-    """What a checkpoint says of the guard; older ones say nothing."""
+    """What a checkpoint says of the guard."""
     kept = found.manifest["extras"].get("guard")
     return GuardState.load(kept) if kept else GuardState()

@@ -47,7 +47,7 @@ class Run:
     ranks: Ranks = ALONE
     judge: Judge | None = None  # scores the model on the way
     begun: int = 0  # step of the newest checkpoint that was begun
-    worst: int = 0  # the last step from which the run had to go back
+    returned: int | None = None  # the step that the run last went back to
 
     def save(self) -> None:
         """Begin a checkpoint, unless this step has one; never of numbers that are out of the ordinary."""
@@ -106,14 +106,16 @@ class Run:
         place = self.folder / "samples" / f"{step_name(self.state.step)}.png"
         self.write("a picture", lambda: write_atomically(place, png(sheet)))
 
-    def write(self, what: str, action: Callable[[], object]) -> None:
-        """Do something that writes; if the disk refuses, warn and go on."""
+    def write(self, what: str, action: Callable[[], object]) -> bool:
+        """Do something that writes; if the disk refuses, warn and go on. Whether it was done."""
         try:
             if not self.folder.is_dir():
                 raise FileNotFoundError(errno.ENOENT, "the run's folder has vanished", str(self.folder))
             action()
+            return True
         except OSError as error:
             self.warn(f"{what} of step {self.state.step:,} could not be written ({explain(error)}). The run goes on")
+            return False
 
     def say(self, text: str) -> None:
         """Print a line as it is: paths and names may hold brackets."""

@@ -20,11 +20,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ict.config import Config, ConfigError, from_dict, to_dict
+from ict.config import Config, ConfigError, TrainingConfig, from_dict, to_dict
 from ict.files import DamagedFile, list_checkpoints, remove, sha256, step_name, step_of, sync_folder, write_synced
 from ict.model import ModelSpec, pack_model
-from ict.ranks import ALONE, Ranks
+from ict.ranks import ALONE, Ranks, rank_of_environment
 from ict.training.loop import TrainState
+from ict.training.optimiser import own_state
 
 MANIFEST = "checkpoint.json"
 TARGET = "target.safetensors"  # the average that teaches, for recipes that have one
@@ -101,11 +102,8 @@ def tensors_in(thing: Any) -> list[Tensor]:
     return [tensor for value in values for tensor in tensors_in(value)]
 
 
-def write_checkpoint(run: Path, copy: Copy, config: Config) -> Path:
-    """Write a checkpoint; on any error the earlier ones are untouched. The run's folder must be there.
-
-    The newest `training.keep` stay, and every `training.keep_every`-th step.
-    """
+def write_checkpoint(run: Path, copy: Copy) -> Path:
+    """Write a checkpoint; on any error the earlier ones are untouched. The run's folder must be there."""
     final = run / "checkpoints" / step_name(copy.step)
     partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -118,17 +116,22 @@ def write_checkpoint(run: Path, copy: Copy, config: Config) -> Path:
             manifest["files"][name] = sha256(data)
         write_synced(partial / MANIFEST, seal(manifest))
         sync_folder(partial)
+        if final.exists():  # of a way that the run has gone back from
+            shutil.rmtree(final)
         partial.rename(final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     sync_folder(final.parent)
-    keep, every = config.training.keep, config.training.keep_every
-    others = [path for path in list_checkpoints(run) if path != final]
-    for old in others[: max(0, len(others) + 1 - keep)]:
-        if not every or step_of(old) % every:
-            remove(old)
     return final
+
+
+def prune(run: Path, newest: Path, training: TrainingConfig) -> None:
+    """Delete older checkpoints: the newest `training.keep` stay, and every `training.keep_every`-th step."""
+    others = [path for path in list_checkpoints(run) if path != newest]
+    for old in others[: max(0, len(others) + 1 - training.keep)]:
+        if not training.keep_every or step_of(old) % training.keep_every:
+            remove(old)
 
 
 def seal(manifest: dict[str, Any]) -> bytes:
@@ -145,7 +148,8 @@ def surroundings(state: TrainState) -> dict[str, Any]:
     """What the last bit of a run depends on beside its recipe."""
     device = state.model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"torch": torch.__version__, "device": name, "threads": torch.get_num_threads()}
+    ranks = rank_of_environment().count
+    return {"torch": torch.__version__, "device": name, "threads": torch.get_num_threads(), "ranks": ranks}
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,8 @@ def check_checkpoint(path: Path) -> dict[str, Any]:
         form = manifest["format"]
     except FileNotFoundError:
         raise DamagedFile(f"{path}: {MANIFEST} is missing") from None
+    except OSError as error:
+        raise DamagedFile(f"{path}: {MANIFEST} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedFile(f"{path}: {MANIFEST} cannot be read ({error})") from error
     if form != FORMAT:
@@ -250,7 +256,9 @@ def restore(state: TrainState, found: Found, *, ranks: Ranks = ALONE) -> None:
         state.optimiser.load_state_dict(optimiser)
     except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise DamagedFile(f"{found.path}: its files do not fit the recipe ({error})") from error
-    for parameter, kept in state.optimiser.state.items():  # laid out as the parameter is, which a file does not keep
+    for parameter, kept in own_state(
+        state.optimiser
+    ).items():  # laid out as the parameter is, which a file does not keep
         for name, tensor in kept.items():
             if tensor.shape == parameter.shape:
                 kept[name] = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)

@@ -1,14 +1,14 @@
 """Watches a run's numbers before the optimiser uses them: skips steps that are not finite, and notices divergence.
 
 Loss and gradient are watched as a whole and by noise level, over all ranks. Each figure has a fast average, of the
-last steps, and a slow one of when all was well; a run has diverged when a fast one stays far above its slow one. The
-weight λ grows with N, so at a switch of N the loss jumps by about the ratio of the two: the slow averages are scaled by
-it, and the known jump is not taken for a real one.
+last steps, a slow one of when all was well, and the lowest that the slow one has been; a run has diverged when a fast
+one stays far above its slow one, or very far above the lowest. The weight λ grows with N, and at a switch of N loss and
+gradient may jump by up to the ratio of the two: what they are measured against is raised by it, and never lowered.
 """
 
 import math
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ FAR = 10.0  # a run that stays so many times above what was usual has diverged
 BIN_FAR = 40.0  # the same for one bin, whose few samples spread more
 SETTLED = 50  # values that a slow average needs before it is believed
 PATIENCE = 20  # steps that a figure has to stay far above
+LOWEST = 10.0  # how many times further above the lowest than above the slow average
 IN_A_ROW = 10  # steps that may be skipped one after the other
+OFTEN = 0.5  # share of the last 20 or so steps that may be skipped
 KEPT = 200  # steps of history that are kept as evidence
 
 
@@ -34,17 +36,24 @@ class Track:
 
     fast: float = 0.0
     slow: float = 0.0
+    lowest: float = 0.0  # that the slow one has been since it is believed
     seen: int = 0
     high: int = 0
 
     def take(self, value: float, far: float) -> None:
-        self.seen += 1
+        self.seen = self.seen + 1 if self.slow > 0 else 1  # what has been zero so far says nothing about the usual
         self.fast += (value - self.fast) * max(FAST, 1 / self.seen)
-        self.high = self.high + 1 if self.seen > SETTLED and self.fast > far * self.slow else 0
-        if self.seen > SETTLED:
+        settled = self.seen > SETTLED and self.slow > 0
+        too_high = settled and (self.fast > far * self.slow or self.fast > LOWEST * far * self.lowest)
+        self.high = self.high + 1 if too_high else 0
+        if settled:
             value = min(value, 2 * self.slow)  # it must not run after what it is there to notice
         if self.high == 0:
             self.slow += (value - self.slow) * max(SLOW, 1 / self.seen)
+            self.lowest = min(self.lowest, self.slow) if settled and self.lowest > 0 else self.slow
+
+    def raise_by(self, ratio: float) -> None:
+        self.slow, self.lowest = ratio * self.slow, ratio * self.lowest
 
 
 @dataclass(kw_only=True)
@@ -55,6 +64,7 @@ class GuardState:
     levels: float = 0.0
     skipped: int = 0  # steps, over the whole run
     in_a_row: int = 0
+    often: float = 0.0  # share of the last steps that were skipped
     smooth: float = 0.0  # loss over about the last 1,000 steps
     counted: int = 0  # of them
 
@@ -63,7 +73,8 @@ class GuardState:
 
     @classmethod
     def load(cls, values: dict[str, Any]) -> "GuardState":
-        found = cls(**{name: value for name, value in values.items() if name != "tracks"})
+        known = {key.name for key in fields(cls)} - {"tracks"}
+        found = cls(**{name: value for name, value in values.items() if name in known})
         found.tracks = {name: Track(**one) for name, one in values["tracks"].items()}
         return found
 
@@ -113,6 +124,7 @@ class Guard:
             }
         )  # fmt: skip
         self.rescale(levels)
+        self.state.often += (float(not good) - self.state.often) / 20
         if not good:
             self.skip(step)
             return False
@@ -141,14 +153,15 @@ class Guard:
         self.state.in_a_row += 1
         if self.state.in_a_row >= IN_A_ROW:
             self.alarm = f"{self.state.in_a_row} steps in a row gave a loss or a gradient that is not finite"
+        elif self.state.often > OFTEN:
+            self.alarm = f"{self.state.often:.0%} of the last steps gave a loss or a gradient that is not finite"
 
     def rescale(self, levels: float) -> None:
-        """The jump that a switch of N makes by itself."""
+        """Make room for the jump that a switch to a larger N may make by itself."""
         before, self.state.levels = self.state.levels, levels
-        if before > 1 and levels > 1 and before != levels:
+        if 1 < before < levels:
             for track in self.state.tracks.values():
-                track.slow *= (levels - 1) / (before - 1)
-                track.fast *= (levels - 1) / (before - 1)
+                track.raise_by((levels - 1) / (before - 1))
 
     def figures(self) -> dict[str, Any]:
         """What is worth a place in the log: the smoothed loss, the steps skipped so far, loss and gradient by level."""
@@ -164,12 +177,15 @@ class Guard:
 
     @property
     def calm(self) -> bool:
-        """Whether nothing is out of the ordinary: only then is a checkpoint worth keeping."""
+        """Whether nothing is out of the ordinary: only then is a checkpoint worth keeping.
+
+        A step that was skipped may be the first to show that the one before has spoilt the weights.
+        """
         return self.alarm is None and self.state.in_a_row == 0 and not any(t.high for t in self.state.tracks.values())
 
     def forget(self, state: GuardState) -> None:
         """Go on as the guard was at a checkpoint; what was skipped stays counted."""
-        state.skipped, state.in_a_row = max(state.skipped, self.state.skipped), 0
+        state.skipped, state.in_a_row, state.often = max(state.skipped, self.state.skipped), 0, 0.0
         self.state, self.alarm = state, None
 
 

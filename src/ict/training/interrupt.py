@@ -1,11 +1,15 @@
 """Signals that do not tear a step apart: Ctrl-C, a scheduler's SIGTERM, its early warning (SIGUSR1)."""
 
+import contextlib
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Self
 
+ONE_REQUEST = 5.0  # seconds in which several signals other than Ctrl-C are one
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -35,9 +39,21 @@ class Interrupt:
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         if self.asked is not None:
+            if self.repeated(number):
+                return
             raise Stopped(number)
-        self.asked = number
+        self.asked, self.since = number, time.monotonic()
         again = "press Ctrl-C again" if number == signal.SIGINT else "a second signal is needed"
-        self.say(
-            f"{signal.Signals(number).name}: finishing the step, then saving; {again} to stop at once without that"
+        with contextlib.suppress(RuntimeError):  # the signal may have come while something was being printed
+            self.say(
+                f"{signal.Signals(number).name}: finishing the step, then saving; {again} to stop at once without that"
+            )
+
+    def repeated(self, number: int) -> bool:
+        """Whether a further signal is the same request: schedulers send it to many processes, torchrun passes it on.
+
+        torchrun kills its ranks by itself when it has waited long enough.
+        """
+        return "TORCHELASTIC_RUN_ID" in os.environ or (
+            number != signal.SIGINT and time.monotonic() - self.since < ONE_REQUEST
         )

@@ -50,9 +50,10 @@ class RunLog:
         return self.write(state) if due and self.count else None
 
     def finish(self, state: TrainState) -> None:
-        """At the end of a run, write what the last line has left over."""
+        """At the end of a run, write what the last line has left over, and what the disk has not taken so far."""
         if self.count:
             self.write(state)
+        self.append(b"")
 
     def write(self, state: TrainState) -> dict[str, Any]:
         """Append a line about the steps since the one before."""
@@ -76,7 +77,7 @@ class RunLog:
 
     def append(self, line: bytes) -> None:
         """Add to the file, whole lines or nothing; what the disk does not take now is tried again with the next."""
-        if self.path is None:
+        if self.path is None or not (line or self.unwritten):
             return
         late, self.unwritten = self.unwritten, self.unwritten + line
         try:
@@ -96,6 +97,7 @@ class RunLog:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the lines to come; the lines written so far are put on the disk."""
+        self.append(b"")
         with contextlib.suppress(OSError), open(self.path or os.devnull, "rb") as file:
             os.fsync(file.fileno())
         return {"count": self.count, "loss": float(self.loss), "gradient": float(self.gradient)}
@@ -104,8 +106,12 @@ class RunLog:
         """Go on as the log was at `step`: later lines, written before the run broke off, are dropped."""
         self.count = state["count"]
         self.loss, self.gradient = (torch.tensor(state[k], dtype=torch.float64) for k in ("loss", "gradient"))
-        self.unwritten = b""
         if self.path is None:
+            return
+        self.append(b"")
+        waiting = [line for line in self.unwritten.splitlines(keepends=True) if json.loads(line)["step"] <= step]
+        self.unwritten = b"".join(waiting)
+        if not self.path.parent.is_dir():  # it has vanished, and is not made anew
             return
         kept = [record for record in read_log(self.path) if record["step"] <= step]
         if kept and kept[-1]["step"] == step:  # the run had ended here, and its last line is written
@@ -124,6 +130,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
             int(record["step"]), float(record["loss"])
+            while records and records[-1]["step"] >= record["step"]:
+                records.pop()  # the run had gone back, and the disk did not let it say so
             records.append(record)
         except (ValueError, TypeError, KeyError):
             if number < len(lines):

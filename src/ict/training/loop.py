@@ -20,7 +20,7 @@ from ict.ranks import ALONE, Ranks
 from ict.training.budget import Budget
 from ict.training.ema import WeightAverage
 from ict.training.guard import Guard
-from ict.training.optimiser import build_optimiser, learning_rate
+from ict.training.optimiser import build_optimiser, learning_rate, own_state
 
 
 @dataclass(kw_only=True)
@@ -63,6 +63,7 @@ def reset(state: TrainState, model: ConsistencyModel) -> None:
     if state.target is not None:
         state.target.load_state_dict(model.state_dict())
     state.optimiser.state.clear()
+    own_state(state.optimiser).clear()
     state.step = 0
 
 
@@ -114,8 +115,9 @@ def train(
 
             if seed != draw_seed(config, state.attempt):  # the run has gone back, and goes another way from there
                 feed.close()
-                seed = draw_seed(config, state.attempt)
+                seed, waited = draw_seed(config, state.attempt), feed.waited
                 feed = feed_of(seed)
+                feed.waited = waited
             pixels, labels = feed.take(state.step)
             state.waited = feed.waited
             state.loss = torch.zeros((), device=device)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,6 +44,11 @@ def build_optimiser(model: nn.Module, training: TrainingConfig, *, ranks: Ranks 
 
         return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.RAdam, **options)
     return torch.optim.RAdam(model.parameters(), **options)
+
+
+def own_state(optimiser: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+    """What this rank keeps of the optimiser's state; of a sharded one, its share."""
+    return getattr(optimiser, "optim", optimiser).state
 
 
 def gather_optimiser(optimiser: torch.optim.Optimizer) -> None:

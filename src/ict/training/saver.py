@@ -8,7 +8,7 @@ from typing import Any
 from ict.config import Config
 from ict.files import free_space
 from ict.model import ModelSpec
-from ict.training.checkpoint import Copy, copy_state, write_checkpoint
+from ict.training.checkpoint import Copy, copy_state, prune, write_checkpoint
 from ict.training.loop import TrainState
 
 
@@ -20,6 +20,8 @@ class Saver:
         self.saved = step  # of the newest checkpoint that is on the disk
         self.begun = step  # of the newest that was begun
         self.thread: threading.Thread | None = None
+        self.finished = threading.Event()
+        self.finished.set()
         self.error: Exception | None = None
         self.size = 0
 
@@ -30,28 +32,34 @@ class Saver:
             return
         self.begun = state.step
         copied = copy_state(state, self.spec, self.config, extras)
+        self.finished.clear()
         self.thread = threading.Thread(target=self.write, args=(copied,), name="ict-saver")
         self.thread.start()
 
     def write(self, copied: Copy) -> None:
         try:
             self.size = copied.size
-            write_checkpoint(self.run, copied, self.config)
+            written = write_checkpoint(self.run, copied)
             self.saved = copied.step
+            prune(self.run, written, self.config.training)
         except Exception as error:  # told by `wait`, in the thread of the run
             self.error = error
+        finally:
+            self.finished.set()
 
     def wait(self) -> bool:
         """Until nothing is being written; says what went wrong, and whether the newest moment is on the disk."""
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
+        self.finished.wait()  # not `join`, which a signal would end for good
+        self.thread = None
         error, self.error = self.error, None
         if error is None:
             return self.saved == self.begun
         if not isinstance(error, OSError):
             raise error
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        if self.saved == self.begun:
+            self.warn(f"step {self.begun:,} is saved, but an older checkpoint could not be deleted ({what})")
+            return True
         self.warn(
             f"step {self.begun:,} could not be saved ({what}): a checkpoint needs {self.size / 2**20:,.1f} MiB, and "
             f"there are {free_space(self.run)} free. The run goes on; what was saved before is untouched"

@@ -16,7 +16,7 @@ from ict.display import DataProgress, LastingConsole, TrainingDisplay, format_ti
 from ict.evaluation.evaluate import open_judge
 from ict.evaluation.records import read_records
 from ict.evaluation.report import write_report
-from ict.experiment.goback import go_back, guard_of
+from ict.experiment.goback import go_back, guard_of, read_attempt
 from ict.experiment.parts import Run, explain
 from ict.files import holds_run, list_checkpoints, write_atomically
 from ict.model import ConsistencyModel, ModelSpec, build_model, pack_model, read_model
@@ -78,6 +78,12 @@ def run_on(
     if resume == "auto":
         resume = bool(list_checkpoints(folder))
         overwrite = not resume and holds_run(folder)  # it has nothing to go on with
+        finished = [name for name in ("model.safetensors", "best.safetensors") if (folder / name).exists()]
+        require(
+            not (overwrite and finished),
+            f"{folder} holds {' and '.join(finished)} but no checkpoint to go on from: choose another --out, or "
+            "replace it with --overwrite",
+        )
     resume, overwrite = ranks.from_main((bool(resume), overwrite))
     budget = Budget.from_config(config.training)
     plan = Plan.of(config, budget)
@@ -124,6 +130,7 @@ def run_on(
         restore(state, found, ranks=ranks)
         log.resume(found.manifest["extras"]["log"], state.step)
         guard.forget(guard_of(found))
+        state.attempt = ranks.from_main(max(state.attempt, read_attempt(folder)))
     this = Run(
         config=config, folder=folder, images=images, spec=spec, state=state, budget=budget, log=log, guard=guard,
         saver=Saver(folder, spec, config, warn, step=state.step), console=console, ranks=ranks, judge=judge,
@@ -158,7 +165,7 @@ def finish(this: Run) -> None:
         rescued = Path(tempfile.mkdtemp(prefix=f"ict-{this.config.name}-")) / "model.safetensors"
         write_atomically(rescued, packed)
         raise TrainingFailed(f"the run is done, but {explain(error)}. Its model was put into {rescued}") from error
-    write_report(folder, images)
+    this.write("the page", lambda: write_report(folder, images))
     this.say(f"done in {format_time(state.seconds)}")
     for name in ("model.safetensors", "report.html"):
         this.say(f"  {folder / name}")
@@ -166,50 +173,63 @@ def finish(this: Run) -> None:
 
 def follow(this: Run, plan: Plan) -> None:
     """Train to the end, and do at each step's yield what is due."""
+    state = this.state
+    with TrainingDisplay(this.console) as display, Interrupt(this.say) as interrupt, contextlib.ExitStack() as last:
+        last.callback(this.saver.wait)  # what is being written is finished, whatever happens
+        while True:
+            take_steps(this, plan, display, interrupt)
+            if this.sound():
+                break
+            this.guard.alarm = "it ended with numbers out of the ordinary"
+            go_back(this)
+        this.log.finish(state)
+        this.save()
+
+
+def take_steps(this: Run, plan: Plan, display: TrainingDisplay, interrupt: Interrupt) -> None:
     training, state, budget = this.config.training, this.state, this.budget
     done, total = budget.progress(state.step, state.seconds)
     first_step, first_done = state.step, done
-    scores = this.config.evaluation.times
-    with TrainingDisplay(this.console) as display, Interrupt(this.say) as interrupt, contextlib.ExitStack() as last:
-        last.callback(this.saver.wait)  # what is being written is finished, whatever happens
-        steps = train(
-            this.config, state, this.images, budget, ranks=this.ranks, guard=this.guard,
-            asked=lambda: interrupt.asked or 0,
-        )  # fmt: skip
-        for _ in steps:
-            if this.guard.alarm is not None:
-                go_back(this)
-                done, total = budget.progress(state.step, state.seconds)
-                continue
-            before, (done, total) = done, budget.progress(state.step, state.seconds)
-            display.show(state, done / total, this.log.step(state))
-            if this.ranks.main and before * training.snapshots // total < done * training.snapshots // total:
-                this.snapshot()
-            if before * scores // total < done * scores // total:
-                this.score()
-            if state.step % training.save_every == 0:
-                this.save()
-            if this.saver.failed:
-                this.saver.wait()  # says so
-            if plan.timed and state.step == first_step + 20 and done > first_done:
-                this.warn(plan.warning(steps=round(20 * total / (done - first_done))))
-            if this.ranks.count == 1:
-                state.asked = interrupt.asked or 0  # also what has come since the step ended
-            if state.asked:  # only here is a step whole: weights, averages, counters, log and pictures agree
-                this.save()
-                saved = this.saver.wait() and this.begun == state.step
-                where = (
-                    "and saved" if saved else f"and could not be saved; the last checkpoint is of {this.saver.saved:,}"
-                )
-                this.say(f"stopped at step {state.step:,} {where}; go on with: ict train {this.folder} --resume")
-                raise Stopped(state.asked)
-        this.log.finish(state)
-        this.save()
-    if not this.sound():
-        raise TrainingFailed(
-            f"the run diverged: it ended at step {state.step:,} with numbers out of the ordinary. Nothing of them "
-            "was saved; lower training.lr or raise training.lr_warmup"
-        )
+    scores, due = this.config.evaluation.times, False
+    steps = train(
+        this.config, state, this.images, budget, ranks=this.ranks, guard=this.guard,
+        asked=lambda: interrupt.asked or 0,
+    )  # fmt: skip
+    for _ in steps:
+        if this.guard.alarm is not None:
+            go_back(this)
+            due, (done, total) = False, budget.progress(state.step, state.seconds)
+            continue
+        before, (done, total) = done, budget.progress(state.step, state.seconds)
+        display.show(state, done / total, this.log.step(state))
+        if this.ranks.main and before * training.snapshots // total < done * training.snapshots // total:
+            this.snapshot()
+        if before * scores // total < done * scores // total:
+            this.score()
+        due = due or state.step % training.save_every == 0
+        if due and this.guard.calm:  # or else as soon as it is
+            this.save()
+            due = False
+        if this.saver.failed:
+            this.saver.wait()  # says so
+        if plan.timed and state.step == first_step + 20 and done > first_done:
+            this.warn(plan.warning(steps=round(20 * total / (done - first_done))))
+        if this.ranks.count == 1:
+            state.asked = interrupt.asked or 0  # also what has come since the step ended
+        if (
+            state.asked and not this.guard.state.in_a_row
+        ):  # only here is a step whole: weights, averages, counters, log and pictures agree
+            stop(this)
+
+
+def stop(this: Run) -> None:
+    """Save and leave, all ranks together: one that left early would have the others stopped."""
+    this.save()
+    saved = this.saver.wait() and this.begun == this.state.step
+    this.ranks.wait()
+    how = "and saved" if saved else f"without saving (the last checkpoint is of step {this.saver.saved:,})"
+    this.say(f"stopped at step {this.state.step:,} {how}; go on with: ict train {this.folder} --resume")
+    raise Stopped(this.state.asked)
 
 
 def rehearse(config: Config, state: TrainState, images: Images, ranks: Ranks) -> None:
