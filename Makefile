@@ -20,7 +20,7 @@ test: $(VENV)/dev           ## the fast tests
 test-slow: $(VENV)/dev      ## trains the digits twice, makes every known mistake on purpose
 	$(PYTEST) -m slow -n 2 --dist loadfile -rP
 
-test-faults: $(VENV)/dev    ## kills runs, damages checkpoints, fills disks, loses ranks (15 minutes on two cores)
+test-faults: $(VENV)/dev    ## kills runs, damages checkpoints, fills disks, loses ranks (10 minutes on two cores)
 	$(PYTEST) -m faults -n 2 -rP tests/faults
 
 test-data: $(VENV)/dev      ## with the real CIFAR-10 and Inception: make test-data CIFAR10=folder INCEPTION=file

@@ -182,6 +182,8 @@ def follow(this: Run, plan: Plan) -> None:
                 break
             this.guard.alarm = "it ended with numbers out of the ordinary"
             go_back(this)
+            if state.step == 0 and this.budget.finished(state.step, state.seconds):
+                raise TrainingFailed("the run diverged, had saved nothing, and its time is over: lower training.lr")
         this.log.finish(state)
         this.save()
 
