@@ -55,12 +55,11 @@ MISTAKES = {
         "config.py", "fourier_scale: float = 0.02", "fourier_scale: float = 16.0", "nets/test_nets.py",
     ),
     "teacher and student with different dropout masks": (
-        "objectives/ict.py", "teacher = model(add_noise(images, low, z), low, labels, key)",
-        "teacher = model(add_noise(images, low, z), low, labels, key + 1)", "objectives/test_ict.py",
+        "objectives/ict.py", "(lower, low, labels, key)", "(lower, low, labels, key + 1)", "objectives/test_ict.py",
     ),
     "dropout that depends on the global generator": (
-        "nets/dropout.py", "kept = dropout_mask(x.shape, key, p=self.p, salt=self.salt)",
-        "kept = torch.rand_like(x) >= self.p", "nets/test_nets.py",
+        "nets/dropout.py", "torch.where(hashed_mask(x.shape, keys, p=self.p),",
+        "torch.where(torch.rand_like(x) >= self.p,", "nets/test_nets.py",
     ),
     "teacher in evaluation mode": (
         "objectives/ict.py", "        with torch.no_grad():", "        model.eval()\n        with torch.no_grad():",
@@ -70,8 +69,8 @@ MISTAKES = {
         "objectives/ict.py", "with torch.no_grad():", "with torch.enable_grad():", "objectives/test_ict.py",
     ),
     "fresh noise for the teacher": (
-        "objectives/ict.py", "teacher = model(add_noise(images, low, z)",
-        "teacher = model(add_noise(images, low, torch.randn_like(z))", "objectives/test_ict.py",
+        "objectives/ict.py", "return add_noise(images, low, z)",
+        "return add_noise(images, low, torch.randn_like(z))", "objectives/test_ict.py",
     ),
     "the weight of the other side: no 1/gap": (
         "weighting.py", "return 1 / (sigma_high - sigma_low)", "return 1 / sigma_low", "objectives/test_ict.py",
