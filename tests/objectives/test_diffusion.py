@@ -15,7 +15,7 @@ from ict.config import ConfigError, NoiseConfig
 from ict.experiment import run
 from ict.model import ConsistencyModel, ModelSpec, build_model, pack_model
 from ict.noise import karras_sigmas
-from ict.objectives import build_objective
+from ict.objectives import Loss, build_objective
 from ict.objectives.distillation import ConsistencyDistillation
 from ict.objectives.ict import ImprovedConsistencyTraining
 from ict.rng import Stream
@@ -199,3 +199,20 @@ def test_a_generator_of_diffusion_takes_many_steps():
     assert len(generator.ladder()) == 18 and len(generator.ladder(5)) == 5
     with pytest.raises(ConfigError, match="2 to 1000"):
         generator.sample(1, steps=1)
+
+
+def test_a_run_that_goes_back_to_its_start_goes_back_to_the_model_it_started_from(tmp_path, monkeypatch):
+    console = Console(file=io.StringIO(), width=200)
+    teacher = run(tiny_config(objective={"kind": "edm"}), tmp_path / "edm", device="cpu", console=console)
+    original = ImprovedConsistencyTraining.__call__
+
+    def spoiled(self, model, images, labels, place):
+        loss = original(self, model, images, labels, place)
+        return Loss(loss.per_sample * (math.nan if place.seed == 0 and place.number > 0 else 1), loss.stats)
+
+    monkeypatch.setattr(ImprovedConsistencyTraining, "__call__", spoiled)
+    config = tiny_config(training={"start": str(teacher), "steps": 15, "lr": 1e-12, "save_every": 100})
+    started = run(config, tmp_path / "started", device="cpu", console=console)
+    assert "Going back to the start" in console.file.getvalue()
+    ours, theirs = load(started).model.state_dict(), load(teacher).model.state_dict()
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)

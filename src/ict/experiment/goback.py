@@ -8,9 +8,8 @@ from typing import Any
 
 from ict.config import ConfigError
 from ict.data import batch_indices
-from ict.experiment.parts import Run
+from ict.experiment.parts import Run, fresh_model
 from ict.files import step_name, write_atomically
-from ict.model import build_model
 from ict.runfolder import step_back
 from ict.training.checkpoint import Found, find_checkpoint, restore
 from ict.training.guard import BINS, GuardState
@@ -39,7 +38,7 @@ def go_back(this: Run) -> None:
         )
     attempt = state.attempt + 1
     if found is None:
-        reset(state, build_model(this.spec, seed=this.config.seed))
+        reset(state, fresh_model(this.config, this.spec))
         this.log.resume({"count": 0, "loss": 0.0, "gradient": 0.0}, 0)
         this.guard.forget(GuardState())
     else:

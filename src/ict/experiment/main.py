@@ -17,9 +17,9 @@ from ict.evaluation.evaluate import open_judge
 from ict.evaluation.records import read_records
 from ict.evaluation.report import write_report
 from ict.experiment.goback import go_back, guard_of, read_attempt
-from ict.experiment.parts import Run, explain
+from ict.experiment.parts import Run, explain, fresh_model
 from ict.files import holds_run, list_checkpoints, write_atomically
-from ict.model import ConsistencyModel, ModelSpec, build_model, pack_model, read_model
+from ict.model import ModelSpec, pack_model
 from ict.objectives import Step, build_objective
 from ict.ranks import Ranks, device_of_rank, join_ranks
 from ict.runfolder import leftovers, open_folder
@@ -104,9 +104,7 @@ def run_on(
         read_records(folder / "eval.json")  # damaged: said now, not after hours
     if where.type == "cuda":
         make_deterministic(config.training.deterministic)
-    model = build_model(spec, seed=config.seed)
-    if config.training.start and not resume:
-        start_from(model, Path(config.training.start).expanduser())
+    model = fresh_model(config, spec)
     place(model, where)
     state = new_state(config, model, ranks=ranks)
     rehearse(config, state, images, ranks)
@@ -142,15 +140,6 @@ def run_on(
         finish(this)
     ranks.wait()
     return folder / "model.safetensors"
-
-
-def start_from(model: ConsistencyModel, path: Path) -> None:
-    """Begin with the weights of another model of the same net: a diffusion model's, say."""
-    other, _, _ = read_model(path)
-    try:
-        model.load_state_dict(other.state_dict())
-    except RuntimeError as error:
-        raise ConfigError(f"training.start = {path}: its net is not the recipe's: {error}") from error
 
 
 def finish(this: Run) -> None:

@@ -11,14 +11,14 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from ict.config import Config
+from ict.config import Config, ConfigError
 from ict.data import Images
 from ict.evaluation.evaluate import Plan as ScorePlan
 from ict.evaluation.evaluate import evaluate
 from ict.evaluation.judge import Judge
 from ict.evaluation.records import IN_TRAINING, Record, add_record, main_scores, read_records, same_measure, show_number
 from ict.files import step_name, write_atomically
-from ict.model import ModelSpec, build_model, pack_model
+from ict.model import ConsistencyModel, ModelSpec, build_model, pack_model, read_model
 from ict.pictures import comfortable_scale, grid, png
 from ict.ranks import ALONE, Ranks
 from ict.sampling import Generator, load
@@ -128,3 +128,17 @@ class Run:
 
 def explain(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+
+
+def fresh_model(config: Config, spec: ModelSpec) -> ConsistencyModel:
+    """What a run starts from: fresh weights, or those of another model of the same net (a diffusion model's, say)."""
+    model = build_model(spec, seed=config.seed)
+    if not config.training.start:
+        return model
+    path = Path(config.training.start).expanduser()
+    other, _, _ = read_model(path)
+    try:
+        model.load_state_dict(other.state_dict())
+    except RuntimeError as error:
+        raise ConfigError(f"training.start = {path}: its net is not the recipe's: {error}") from error
+    return model
