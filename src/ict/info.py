@@ -10,6 +10,7 @@ from ict.config import Config, ConfigError, to_dict
 from ict.cost import Cost, measure
 from ict.data.inspect import Inspection
 from ict.model import ModelSpec, read_model
+from ict.sampling import DIFFUSION_STEPS
 from ict.training.budget import Budget
 from ict.training.plan import Plan
 
@@ -94,14 +95,20 @@ def _size(size: list[int]) -> str:
 
 def _net_rows(spec: ModelSpec, cost: Cost) -> dict[str, str]:
     colour = "grey" if spec.channels == 1 else "colour"
+    diffusion = spec.kind == "diffusion"
     return {
+        "kind": spec.kind,
         "images": f"{spec.image_size}×{spec.image_size}, {colour}",
         "classes": str(len(spec.class_names)) if spec.class_names else "none",
         "net": ", ".join(f"{key} {value}" for key, value in to_dict(spec.net).items()),
         "parameters": f"{cost.parameters:,} ({_bytes(4 * cost.parameters)} in float32)",
-        "forward": f"{cost.forward / 1e9:,.2f} GFLOP an image: a sample in one step",
+        "forward": f"{cost.forward / 1e9:,.2f} GFLOP an image{'' if diffusion else ': a sample in one step'}",
         "noise": ", ".join(f"{key} {value:g}" for key, value in to_dict(spec.noise).items()),
-        "two steps": f"σ = {spec.noise.sigma_max:g}, {spec.sigma_mid:g}",
+        "steps" if diffusion else "two steps": (
+            f"{DIFFUSION_STEPS} of Heun's method, two calls each"
+            if diffusion
+            else f"σ = {spec.noise.sigma_max:g}, {spec.sigma_mid:g}"
+        ),
     }
 
 

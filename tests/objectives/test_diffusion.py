@@ -9,8 +9,10 @@ import torch
 from helpers import gaussian_model, step_of, tiny_config
 from rich.console import Console
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 from ict import rng
+from ict.cli import app
 from ict.config import ConfigError, NoiseConfig
 from ict.experiment import run
 from ict.model import ConsistencyModel, ModelSpec, build_model, pack_model
@@ -216,3 +218,15 @@ def test_a_run_that_goes_back_to_its_start_goes_back_to_the_model_it_started_fro
     assert "Going back to the start" in console.file.getvalue()
     ours, theirs = load(started).model.state_dict(), load(teacher).model.state_dict()
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
+
+
+def test_the_command_line_knows_a_diffusion_model(tmp_path):
+    spec = ModelSpec(image_size=8, channels=1, kind="diffusion", net=tiny_config().net)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(pack_model(spec, build_model(spec).state_dict(), {}))
+    said = CliRunner().invoke(app, ["info", str(path)]).output
+    assert "diffusion" in said and "18 of Heun's method" in said and "two steps" not in said
+    drawn = CliRunner().invoke(app, ["sample", str(path), "-n", "2", "--out", str(tmp_path / "two.png")])
+    assert drawn.exit_code == 0 and (tmp_path / "two.png").is_file()
+    tuned = CliRunner().invoke(app, ["tune", str(path), "--data", "digits", "--samples", "100", "--first", "100"])
+    assert isinstance(tuned.exception, ConfigError) and "consistency models" in str(tuned.exception)

@@ -200,6 +200,10 @@ def run_tune(
     judge: Judge | None = None
     best: tuple[float, list[float], Generator] | None = None
     for name, generator in load_models(model, ema=ema, checkpoints=False, device=place):
+        require(
+            generator.spec.kind == "consistency",
+            f"{model} is a diffusion model, which is solved along a fixed grid: ict tune is for consistency models",
+        )
         if judge is None:
             config = data_of(model, data, data_path, split, generator)
             judge = open_judge(config, features=features, weights=weights, device=place, samples=min(first, samples))
