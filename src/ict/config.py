@@ -153,6 +153,10 @@ class ObjectiveConfig:
     mu0: float = 0.9  # of the average: its decay is exp(s0 log μ0 / N)
     teacher_model: str = ""  # of cd: the file of the diffusion model that is distilled
     solver: str = "heun"  # of cd: "heun" or "euler"
+    stages: int = 8  # of ect: how often the pairs of levels draw nearer, evenly over the run
+    q: float = 2.0  # of ect: by how much each time
+    k: float = 8.0  # of ect: how much wider the pairs are at low levels,
+    b: float = 1.0  # … and where that ends
 
     def __post_init__(self) -> None:
         require(self.s0 >= 1, f"objective.s0 = {self.s0}: use at least 1")
@@ -165,6 +169,13 @@ class ObjectiveConfig:
             self.teacher in ("student", "ema"),
             f'objective.teacher = {self.teacher!r}: use "student" (iCT) or "ema" (2023)',
         )
+        require(
+            self.teacher == "student" or self.kind in ("ict", "cd"),
+            f'objective.teacher = "ema" is for objective.kind = ict and cd, not {self.kind}: leave it out',
+        )
+        require(1 <= self.stages <= 1000, f"objective.stages = {self.stages}: use 1 to 1000")
+        require(self.q > 1, f"objective.q = {self.q}: must be above 1")
+        require(self.k >= 0 and self.b >= 0, f"objective.k = {self.k}, objective.b = {self.b}: use 0 or more")
         require(0 <= self.mu0 < 1, f"objective.mu0 = {self.mu0}: use a rate from 0 to below 1 (2023: 0.9)")
         require(self.p_std > 0, f"objective.p_std = {self.p_std}: must be above 0")
         require(self.c is None or self.c > 0, f"objective.c = {self.c}: must be above 0, or left out for 0.00054·√d")

@@ -5,12 +5,14 @@ from collections.abc import Callable
 from ict.config import Config, choose
 from ict.objectives.base import Loss, Objective, Step
 from ict.objectives.distillation import ConsistencyDistillation
+from ict.objectives.ect import EasyConsistencyTuning
 from ict.objectives.edm import Diffusion
 from ict.objectives.ict import ImprovedConsistencyTraining
 
 OBJECTIVES: dict[str, Callable[[Config], Objective]] = {
     "ict": ImprovedConsistencyTraining,
     "cd": ConsistencyDistillation,
+    "ect": EasyConsistencyTuning,
     "edm": Diffusion,
 }
 

@@ -1,0 +1,48 @@
+"""Easy consistency tuning (ECT; Geng et al., 2024): pairs of any two levels, drawn nearer to each other stage by stage.
+
+It begins as diffusion, where the lower level is that of the clean image, and ends as consistency training; so it can
+start from a diffusion model (`training.start`) or from nothing. There f(x, 0) = x; here the lowest level is σ_min, as
+elsewhere.
+"""
+
+import torch
+from torch import Tensor
+
+from ict import rng
+from ict.config import Config, bind, choose
+from ict.distance import DISTANCES
+from ict.model import ConsistencyModel
+from ict.objectives.base import Loss, Step
+from ict.objectives.ict import add_noise
+from ict.rng import Stream
+
+
+class EasyConsistencyTuning:
+    """E[w(t) d(f_θ(x + t z, t), f_θ⁻(x + r z, r))], ln t ~ N(p_mean, p_std²), w = (t² + σ_d²) / (t σ_d)²."""
+
+    def __init__(self, config: Config):
+        self.section, self.noise = config.objective, config.noise
+        self.distance = bind(choose("objective.distance", config.objective.distance, DISTANCES), config.objective)
+
+    def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss:
+        draws, section = {"seed": step.seed, "step": step.number}, self.section
+        level = rng.normal(step.samples, (1,), stream=Stream.LEVEL, **draws)[:, 0].double()
+        t = torch.exp(section.p_mean + section.p_std * level)
+        t = t.clamp(1.001 * self.noise.sigma_min, self.noise.sigma_max)
+        stage = min(section.stages - 1, step.done * section.stages // max(1, step.total))
+        r = lower_level(t, stage, q=section.q, k=section.k, b=section.b).clamp_min(self.noise.sigma_min)
+        z = rng.normal(step.samples, tuple(images.shape[1:]), stream=Stream.NOISE, **draws)
+        key = rng.words(step.samples, 1, stream=Stream.DROPOUT, **draws)[:, 0]
+
+        student = model(add_noise(images, t, z), t, labels, key)
+        with torch.no_grad():
+            teacher = model(add_noise(images, r, z), r, labels, key)
+        weight = (t**2 + self.noise.sigma_data**2) / (t * self.noise.sigma_data) ** 2
+        return Loss(
+            weight.to(student.dtype) * self.distance(student, teacher), {"stage": stage}, sigma=t, output=student
+        )
+
+
+def lower_level(t: Tensor, stage: int, *, q: float, k: float, b: float) -> Tensor:
+    """r = t · (1 − n(t) / q^(stage + 1)) with n(t) = 1 + k / (1 + e^(b t)), and not below 0."""
+    return (t * (1 - (1 + k * torch.sigmoid(-b * t)) / q ** (stage + 1))).clamp_min(0)
