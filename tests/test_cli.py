@@ -165,7 +165,7 @@ def test_a_budget_of_time(trained, tmp_path):
         (("report", "nowhere"), "recipe.toml"),
         (("train", "cifar10-ict"), "set data.path"),
         (("info", "digits", "--tflops", 0), "--tflops 0"),
-        (("train", "digits", "--set", "objective.distance=lpips"), "choose from pseudo_huber"),
+        (("train", "digits", "--set", "objective.distance=ssim"), "choose from pseudo_huber"),
         (("train", "digits", "--set", "training.lr_schedule=warm"), "choose from constant"),
         (("train", "digits", "--set", "training.lr=1" + "0" * 400), "too large"),
         (("train", "digits", "--set", "training.batch=100000000000"), "training.batch"),

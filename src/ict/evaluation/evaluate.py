@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ict.config import ConfigError, DataConfig, require
+from ict.config import DataConfig, require
 from ict.data import Images, load_images
 from ict.display import DataProgress
 from ict.evaluation.features import open_features, usual_features
@@ -20,7 +20,7 @@ from ict.files import list_checkpoints
 from ict.ranks import ALONE, Ranks
 from ict.recipes import load_recipe
 from ict.sampling import Generator, check_count, load
-from ict.training.checkpoint import check_checkpoint
+from ict.training.checkpoint import MANIFEST, check_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +97,8 @@ def models_of(
     for place in places:
         if ema == "all":
             newest = [place, *list_checkpoints(place)][-1]
-            try:
-                rates = check_checkpoint(newest)["recipe"]["training"]["ema"]
-            except (OSError, KeyError) as error:
-                raise ConfigError(f"{place} is no run with checkpoints: leave --ema out") from error
+            require((newest / MANIFEST).is_file(), f"{place} is no run with checkpoints: leave --ema out")
+            rates = check_checkpoint(newest)["recipe"]["training"]["ema"]
             yield from ((place, rate) for rate in rates)
         elif ema:
             yield from ((place, float(rate)) for rate in ema)
