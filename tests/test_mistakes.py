@@ -80,7 +80,8 @@ MISTAKES = {
         "        n = self.n = getattr(self, 'n', self.levels(step.done, step.total))", "objectives/test_ict.py",
     ),
     "noise that depends on the place in the piece, not in the batch": (
-        "objectives/ict.py", "z = rng.normal(step.samples,", "z = rng.normal(torch.arange(len(images)),",
+        "objectives/base.py", "return rng.normal(self.samples, tuple(",
+        "return rng.normal(torch.arange(len(images)), tuple(",
         "objectives/test_ict.py",
     ),
     "sampler noise scaled by a list index": (

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ict.config import NATURAL, ConfigError, DataConfig, parse_duration, require
-from ict.files import DamagedFile, holds_run
+from ict.files import DamagedFile, explain, holds_run
 from ict.frontpage import COMMANDS, page
 from ict.recipes import find_recipe, list_recipes, load_recipe
 
@@ -31,7 +31,7 @@ def run_command() -> int:
     except (ConfigError, DamagedFile) as error:
         return fail(str(error))
     except OSError as error:
-        return fail(explain(error))
+        return fail(advise(error))
     except RuntimeError as error:
         kind = type(error).__name__  # known by name: importing the classes would load torch
         if kind == "OutOfMemoryError":
@@ -60,11 +60,11 @@ def fail(message: str, *, code: int = 2) -> int:
     return code
 
 
-def explain(error: OSError) -> str:
-    what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+def advise(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{what}. Free some space and try again; a run goes on from its last good checkpoint with --resume"
-    return what
+        rest = "Free some space and try again; a run goes on from its last good checkpoint with --resume"
+        return f"{explain(error)}. {rest}"
+    return explain(error)
 
 
 @app.command(help=COMMANDS["train"])

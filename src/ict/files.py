@@ -1,6 +1,7 @@
 """Writing files so that a crash leaves the old one or the new one, never half of one; and a run's folder."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -12,6 +13,17 @@ from pathlib import Path
 
 class DamagedFile(Exception):
     """A file of ours that cannot be read; the message says which and what is wrong with it."""
+
+
+def explain(error: OSError) -> str:
+    """Which file, and what is wrong with it."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+
+
+def check_folder(folder: Path) -> None:
+    """That the folder of a run is still there: it is not made anew, as it may have been another disk."""
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "the run's folder has vanished", str(folder))
 
 
 def write_synced(path: Path, data: bytes) -> None:

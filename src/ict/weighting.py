@@ -16,5 +16,10 @@ def uniform(sigma_low: Tensor, sigma_high: Tensor) -> Tensor:
     return torch.ones_like(sigma_low)
 
 
+def denoising_weight(sigma: Tensor, *, sigma_data: float) -> Tensor:
+    """(σ² + σ_d²) / (σ σ_d)²: EDM's weight of one level, and ECT's of a pair by its upper one."""
+    return (sigma**2 + sigma_data**2) / (sigma * sigma_data) ** 2
+
+
 # name in a recipe -> (sigma_low, sigma_high) -> λ per sample
 WEIGHTINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"inverse_gap": inverse_gap, "uniform": uniform}

@@ -1,24 +1,24 @@
 """Train a recipe in a folder, from its first step or its last checkpoint to its model and its page."""
 
 import contextlib
-import errno
+import functools
 import tempfile
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.text import Text
 
 from ict.config import Config, ConfigError, require
 from ict.data import Images, load_images
 from ict.device import make_deterministic, pick_device, place
 from ict.display import DataProgress, LastingConsole, TrainingDisplay, format_time
 from ict.evaluation.evaluate import open_judge
+from ict.evaluation.judge import Judge
 from ict.evaluation.records import read_records
 from ict.evaluation.report import write_report
 from ict.experiment.goback import go_back, guard_of, read_attempt
-from ict.experiment.parts import Run, explain, fresh_model
-from ict.files import holds_run, list_checkpoints, write_atomically
+from ict.experiment.parts import Run, fresh_model, warn_on
+from ict.files import check_folder, explain, holds_run, list_checkpoints, write_atomically
 from ict.model import ModelSpec, pack_model
 from ict.objectives import Step, build_objective
 from ict.ranks import Ranks, device_of_rank, join_ranks
@@ -76,14 +76,7 @@ def run_on(
         f"{config.training.accumulate} pieces each: use a multiple of {pieces}",
     )
     if resume == "auto":
-        resume = bool(list_checkpoints(folder))
-        overwrite = not resume and holds_run(folder)  # it has nothing to go on with
-        finished = [name for name in ("model.safetensors", "best.safetensors") if (folder / name).exists()]
-        require(
-            not (overwrite and finished),
-            f"{folder} holds {' and '.join(finished)} but no checkpoint to go on from: choose another --out, or "
-            "replace it with --overwrite",
-        )
+        resume, overwrite = decide(folder)
     resume, overwrite = ranks.from_main((bool(resume), overwrite))
     budget = Budget.from_config(config.training)
     plan = Plan.of(config, budget)
@@ -92,14 +85,7 @@ def run_on(
     with DataProgress() as progress:
         images = load_images(config.data, progress)
     spec = ModelSpec.from_config(config, images.class_names)
-    scoring = config.evaluation
-    judge = None
-    if scoring.times:  # everything that scores need is looked for before the run begins
-        weights = Path(scoring.weights).expanduser() if scoring.weights else None
-        judge = open_judge(
-            config.data, images=images, features=scoring.features, weights=weights, device=where,
-            samples=scoring.samples,
-        )  # fmt: skip
+    judge = judge_of(config, images, where)
     if resume and ranks.main:
         read_records(folder / "eval.json")  # damaged: said now, not after hours
     if where.type == "cuda":
@@ -114,10 +100,7 @@ def run_on(
     found = open_folder(folder, config, resume=resume, overwrite=overwrite) if ranks.main else None
     found = ranks.from_main(found)
     guard = Guard(config, ranks, where)
-
-    def warn(message: str) -> None:
-        console.print(Text.assemble(("warning: ", "yellow"), message), soft_wrap=True)
-
+    warn = functools.partial(warn_on, console)
     log = RunLog(
         folder / "log.jsonl" if ranks.main else None,
         every=config.training.log_every,
@@ -142,13 +125,36 @@ def run_on(
     return folder / "model.safetensors"
 
 
+def decide(folder: Path) -> tuple[bool, bool]:
+    """What `auto` means for a folder: whether to go on with a run, and whether to replace one."""
+    resume = bool(list_checkpoints(folder))
+    overwrite = not resume and holds_run(folder)  # it has nothing to go on with
+    finished = [name for name in ("model.safetensors", "best.safetensors") if (folder / name).exists()]
+    require(
+        not (overwrite and finished),
+        f"{folder} holds {' and '.join(finished)} but no checkpoint to go on from: choose another --out, or "
+        "replace it with --overwrite",
+    )
+    return resume, overwrite
+
+
+def judge_of(config: Config, images: Images, where: torch.device) -> Judge | None:
+    """Who scores on the way, if the recipe wants that: all that it needs is looked for before the run begins."""
+    scoring = config.evaluation
+    if not scoring.times:
+        return None
+    weights = Path(scoring.weights).expanduser() if scoring.weights else None
+    return open_judge(
+        config.data, images=images, features=scoring.features, weights=weights, device=where, samples=scoring.samples
+    )
+
+
 def finish(this: Run) -> None:
     """Write the model and the page; where the run's folder does not take the model, it is put somewhere else."""
     folder, state, images = this.folder, this.state, this.images
     packed = pack_model(this.spec, state.averages[0].weights, this.origin())
     try:
-        if not folder.is_dir():
-            raise FileNotFoundError(errno.ENOENT, "the run's folder has vanished", str(folder))
+        check_folder(folder)
         write_atomically(folder / "model.safetensors", packed)
     except OSError as error:
         rescued = Path(tempfile.mkdtemp(prefix=f"ict-{this.config.name}-")) / "model.safetensors"

@@ -1,6 +1,5 @@
 """A run that is ready to go, and what it does now and then: save, score, draw, speak."""
 
-import errno
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from ict.evaluation.evaluate import Plan as ScorePlan
 from ict.evaluation.evaluate import evaluate
 from ict.evaluation.judge import Judge
 from ict.evaluation.records import IN_TRAINING, Record, add_record, main_scores, read_records, same_measure, show_number
-from ict.files import step_name, write_atomically
+from ict.files import check_folder, explain, step_name, write_atomically
 from ict.model import ConsistencyModel, ModelSpec, build_model, pack_model, read_model
 from ict.pictures import comfortable_scale, grid, png
 from ict.ranks import ALONE, Ranks
@@ -109,8 +108,7 @@ class Run:
     def write(self, what: str, action: Callable[[], object]) -> bool:
         """Do something that writes; if the disk refuses, warn and go on. Whether it was done."""
         try:
-            if not self.folder.is_dir():
-                raise FileNotFoundError(errno.ENOENT, "the run's folder has vanished", str(self.folder))
+            check_folder(self.folder)
             action()
             return True
         except OSError as error:
@@ -122,12 +120,12 @@ class Run:
         self.console.print(Text(text), soft_wrap=True)
 
     def warn(self, message: str | None) -> None:
-        if message:
-            self.console.print(Text.assemble(("warning: ", "yellow"), message), soft_wrap=True)
+        warn_on(self.console, message)
 
 
-def explain(error: OSError) -> str:
-    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+def warn_on(console: Console, message: str | None) -> None:
+    if message:
+        console.print(Text.assemble(("warning: ", "yellow"), message), soft_wrap=True)
 
 
 def fresh_model(config: Config, spec: ModelSpec) -> ConsistencyModel:

@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from ict import rng
 from ict.model import ConsistencyModel
+from ict.rng import Stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +21,19 @@ class Step:
     total: int
     target: ConsistencyModel | None = None  # the average of the student that teaches it, where the recipe wants one
     samples: Tensor  # int64 [B]: the place of each sample in the whole batch of this step, over all ranks and pieces
+
+    def noise(self, images: Tensor) -> Tensor:
+        """z ~ N(0, 1) -> float32, of the images' shape."""
+        return rng.normal(self.samples, tuple(images.shape[1:]), seed=self.seed, step=self.number, stream=Stream.NOISE)
+
+    def keys(self) -> Tensor:
+        """What decides dropout -> [B]."""
+        return rng.words(self.samples, 1, seed=self.seed, step=self.number, stream=Stream.DROPOUT)[:, 0]
+
+    def lognormal(self, mean: float, deviation: float) -> Tensor:
+        """Noise levels with ln σ ~ N(mean, deviation²) -> float64 [B]."""
+        drawn = rng.normal(self.samples, (1,), seed=self.seed, step=self.number, stream=Stream.LEVEL)[:, 0]
+        return torch.exp(mean + deviation * drawn.double())
 
 
 @dataclass(frozen=True)

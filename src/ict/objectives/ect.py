@@ -8,13 +8,12 @@ elsewhere.
 import torch
 from torch import Tensor
 
-from ict import rng
 from ict.config import Config, bind, choose
 from ict.distance import DISTANCES
 from ict.model import ConsistencyModel
 from ict.objectives.base import Loss, Step
 from ict.objectives.ict import add_noise
-from ict.rng import Stream
+from ict.weighting import denoising_weight
 
 
 class EasyConsistencyTuning:
@@ -25,19 +24,17 @@ class EasyConsistencyTuning:
         self.distance = bind(choose("objective.distance", config.objective.distance, DISTANCES), config.objective)
 
     def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss:
-        draws, section = {"seed": step.seed, "step": step.number}, self.section
-        level = rng.normal(step.samples, (1,), stream=Stream.LEVEL, **draws)[:, 0].double()
-        t = torch.exp(section.p_mean + section.p_std * level)
+        section = self.section
+        t = step.lognormal(section.p_mean, section.p_std)
         t = t.clamp(1.001 * self.noise.sigma_min, self.noise.sigma_max)
         stage = min(section.stages - 1, step.done * section.stages // max(1, step.total))
         r = lower_level(t, stage, q=section.q, k=section.k, b=section.b).clamp_min(self.noise.sigma_min)
-        z = rng.normal(step.samples, tuple(images.shape[1:]), stream=Stream.NOISE, **draws)
-        key = rng.words(step.samples, 1, stream=Stream.DROPOUT, **draws)[:, 0]
+        z, key = step.noise(images), step.keys()
 
         student = model(add_noise(images, t, z), t, labels, key)
         with torch.no_grad():
             teacher = model(add_noise(images, r, z), r, labels, key)
-        weight = (t**2 + self.noise.sigma_data**2) / (t * self.noise.sigma_data) ** 2
+        weight = denoising_weight(t, sigma_data=self.noise.sigma_data)
         return Loss(
             weight.to(student.dtype) * self.distance(student, teacher), {"stage": stage}, sigma=t, output=student
         )

@@ -3,15 +3,14 @@
 A model of it is sampled in many steps; it can teach a consistency model, or be where one starts.
 """
 
-import torch
 from torch import Tensor
 
-from ict import rng
 from ict.config import Config
+from ict.distance import squared_l2
 from ict.model import ConsistencyModel
 from ict.objectives.base import Loss, Step
 from ict.objectives.ict import add_noise
-from ict.rng import Stream
+from ict.weighting import denoising_weight
 
 
 class Diffusion:
@@ -21,12 +20,7 @@ class Diffusion:
         self.section, self.sigma_data = config.objective, config.noise.sigma_data
 
     def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss:
-        draws = {"seed": step.seed, "step": step.number}
-        level = rng.normal(step.samples, (1,), stream=Stream.LEVEL, **draws)[:, 0].double()
-        sigma = torch.exp(self.section.p_mean + self.section.p_std * level)
-        z = rng.normal(step.samples, tuple(images.shape[1:]), stream=Stream.NOISE, **draws)
-        key = rng.words(step.samples, 1, stream=Stream.DROPOUT, **draws)[:, 0]
-        denoised = model(add_noise(images, sigma, z), sigma, labels, key)
-        weight = (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
-        squared = (denoised - images).float().square().flatten(1).sum(dim=1)
-        return Loss(weight.float() * squared, {}, sigma=sigma, output=denoised)
+        sigma = step.lognormal(self.section.p_mean, self.section.p_std)
+        denoised = model(add_noise(images, sigma, step.noise(images)), sigma, labels, step.keys())
+        weight = denoising_weight(sigma, sigma_data=self.sigma_data).float()
+        return Loss(weight * squared_l2(denoised, images), {}, sigma=sigma, output=denoised)

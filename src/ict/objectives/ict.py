@@ -34,8 +34,7 @@ class ImprovedConsistencyTraining:
     def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss:
         n = self.levels(step.done, step.total)
         low, high = self.draw_levels(n, step)
-        z = rng.normal(step.samples, tuple(images.shape[1:]), seed=step.seed, step=step.number, stream=Stream.NOISE)
-        key = rng.words(step.samples, 1, seed=step.seed, step=step.number, stream=Stream.DROPOUT)[:, 0]
+        z, key = step.noise(images), step.keys()
 
         noisy = add_noise(images, high, z)
         student = model(noisy, high, labels, key)

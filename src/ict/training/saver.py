@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ict.config import Config
-from ict.files import free_space
+from ict.files import explain, free_space
 from ict.model import ModelSpec
 from ict.training.checkpoint import Copy, copy_state, prune, write_checkpoint
 from ict.training.loop import TrainState
@@ -56,7 +56,7 @@ class Saver:
             return self.saved == self.begun
         if not isinstance(error, OSError):
             raise error
-        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        what = explain(error)
         if self.saved == self.begun:
             self.warn(f"step {self.begun:,} is saved, but an older checkpoint could not be deleted ({what})")
             return True
