@@ -82,3 +82,10 @@ def test_a_permutation_holds_every_number_once(n, seed, epoch):
 
 def test_epochs_are_shuffled_differently():
     assert not torch.equal(rng.permutation(100, seed=0, epoch=0), rng.permutation(100, seed=0, epoch=1))
+
+
+def test_a_step_in_a_tensor_draws_the_same():
+    samples = torch.arange(5)
+    for step in (0, 7, 2**32 + 3):
+        drawn = rng.words(samples, 6, seed=1, step=torch.tensor(step), stream=Stream.NOISE)
+        assert torch.equal(drawn, rng.words(samples, 6, seed=1, step=step, stream=Stream.NOISE))

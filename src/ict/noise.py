@@ -39,8 +39,11 @@ def uniform_pmf(sigmas: Tensor) -> Tensor:
 
 
 def draw_pairs(cdf: Tensor, u: Tensor) -> Tensor:
-    """Pair indices for uniform numbers u in (0, 1), by inverting the cumulative distribution -> int64, like u."""
-    return torch.searchsorted(cdf, u * cdf[-1], right=True).clamp(max=len(cdf) - 1)
+    """Pair indices for uniform numbers u in (0, 1), by inverting the cumulative distribution -> int64, like u.
+
+    Its last number is 1; more may follow that are above 1.
+    """
+    return torch.searchsorted(cdf, u.to(cdf), right=True).clamp(max=len(cdf) - 1)
 
 
 # name in a recipe -> (sigmas) -> probabilities of the n-1 pairs; lognormal also takes p_mean and p_std

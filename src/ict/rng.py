@@ -46,25 +46,30 @@ def _multiply(word: Tensor, constant: int) -> tuple[Tensor, Tensor]:
     return (product >> 32) & MASK32, product & MASK32
 
 
-def words(samples: Tensor, count: int, *, seed: int, step: int, stream: Stream) -> Tensor:
-    """`count` 32-bit words for each of `samples` (numbers of the samples, int64 [B]) -> int64 [B, count]."""
+def words(samples: Tensor, count: int, *, seed: int, step: int | Tensor, stream: Stream) -> Tensor:
+    """`count` 32-bit words for each of `samples` (numbers of the samples, int64 [B]) -> int64 [B, count].
+
+    The step may be a tensor of one number on the same device, whose value is then read when the draw is made.
+    """
     blocks = torch.arange(-(-count // 4), device=samples.device, dtype=torch.int64)
     counter = (
         blocks[None, :],
         samples[:, None],
-        torch.full_like(samples[:1, None], step & MASK32),
-        torch.full_like(samples[:1, None], int(stream) | (step >> 32) << 8),
+        torch.zeros_like(samples[:1, None]) + (step & MASK32),
+        torch.zeros_like(samples[:1, None]) + (int(stream) | (step >> 32) << 8),
     )
     drawn = torch.stack(philox(counter, seed), dim=-1)
     return drawn.reshape(len(samples), -1)[:, :count]
 
 
-def uniform(samples: Tensor, count: int, *, seed: int, step: int, stream: Stream) -> Tensor:
+def uniform(samples: Tensor, count: int, *, seed: int, step: int | Tensor, stream: Stream) -> Tensor:
     """Uniform numbers strictly inside (0, 1) -> float64 [B, count]."""
     return (words(samples, count, seed=seed, step=step, stream=stream).double() + 0.5) / 2**32
 
 
-def normal(samples: Tensor, shape: tuple[int, ...], *, seed: int, step: int, stream: Stream = Stream.NOISE) -> Tensor:
+def normal(
+    samples: Tensor, shape: tuple[int, ...], *, seed: int, step: int | Tensor, stream: Stream = Stream.NOISE
+) -> Tensor:
     """Standard normal numbers -> float32 [B, *shape], by Box and Muller in float64.
 
     Float64 makes the float32 result the same on every device but for a rare last bit.

@@ -24,12 +24,12 @@ def test_lower_levels_are_the_formula_and_draw_nearer():
     t = torch.tensor([0.01, 0.5, 3.0, 80.0], dtype=torch.float64)
     before = torch.zeros_like(t)
     for stage in range(12):
-        r = lower_level(t, stage, q=2.0, k=8.0, b=1.0)
+        r = lower_level(t, 2.0 ** -(stage + 1), k=8.0, b=1.0)
         expected = [max(0.0, x * (1 - (1 + 8 / (1 + math.exp(x))) / 2 ** (stage + 1))) for x in t.tolist()]
         assert r.tolist() == pytest.approx(expected, rel=1e-12)
         assert (r >= before).all() and (r < t).all()
         before = r
-    assert lower_level(t[:2], 0, q=2.0, k=8.0, b=1.0).tolist() == [0.0, 0.0]  # it begins as diffusion
+    assert lower_level(t[:2], 0.5, k=8.0, b=1.0).tolist() == [0.0, 0.0]  # it begins as diffusion
     assert (before / t > 0.99).all()
 
 
@@ -45,7 +45,7 @@ def test_the_loss_is_the_formula(done, stage):
     assert loss.stats == {"stage": stage}
     level = rng.normal(step.samples, (1,), seed=0, step=5, stream=Stream.LEVEL)[:, 0].double()
     t = (-1.1 + 2.0 * level).exp().clamp(0.002 * 1.001, 80)
-    r = lower_level(t, stage, q=2.0, k=8.0, b=1.0).clamp_min(0.002)
+    r = lower_level(t, 2.0 ** -(stage + 1), k=8.0, b=1.0).clamp_min(0.002)
     z = rng.normal(step.samples, (1, 8, 8), seed=0, step=5)
     high, low = (model(images + s.float().reshape(-1, 1, 1, 1) * z, s).detach() for s in (t, r))
     expected = (t**2 + 0.25) / (0.5 * t) ** 2 * pseudo_huber(high, low, c=0.03)
@@ -58,7 +58,7 @@ def test_no_gradient_goes_through_the_lower_side():
     loss = build_objective(tiny_config(objective=ECT | {"distance": "squared_l2"}))(model, images, None, step)
     (gradient,) = torch.autograd.grad(loss.per_sample.mean(), model.net.log_s)
     t = loss.sigma
-    r = lower_level(t, 5, q=2.0, k=8.0, b=1.0).clamp_min(0.002)
+    r = lower_level(t, 2.0**-6, k=8.0, b=1.0).clamp_min(0.002)
     z = rng.normal(step.samples, (1, 8, 8), seed=0, step=0)
     high, low = (model(images + s.float().reshape(-1, 1, 1, 1) * z, s) for s in (t, r))
     weight = (t**2 + 0.25) / (0.5 * t) ** 2

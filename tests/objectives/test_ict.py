@@ -8,7 +8,7 @@ from ict import rng
 from ict.config import Config, ConfigError, NoiseConfig, from_dict
 from ict.model import ConsistencyModel, ModelSpec, build_model
 from ict.nets.dropout import Dropout
-from ict.noise import karras_sigmas, lognormal_pmf
+from ict.noise import draw_pairs, karras_sigmas, lognormal_pmf
 from ict.objectives import build_objective
 from ict.objectives.ict import ImprovedConsistencyTraining
 
@@ -128,17 +128,38 @@ def test_levels_follow_the_curriculum():
 
 def test_drawn_levels_have_the_lognormal_distribution():
     objective = ImprovedConsistencyTraining(from_dict(Config, {}))
-    low, _ = objective.draw_levels(11, step_of(50_000))
+    step = step_of(50_000)
+    low, _ = objective.draw_levels(objective.phase(step), step)
     share = torch.stack([(low == sigma).double().mean() for sigma in karras_sigmas(11)[:-1]])
     assert (share - lognormal_pmf(karras_sigmas(11))).abs().max() < 0.007
 
 
 def test_levels_keep_float64():
     """The grid's own numbers, not their float32 neighbours: at N = 1281 the gaps are small."""
-    low, high = ImprovedConsistencyTraining(from_dict(Config, {})).draw_levels(1281, step_of(100))
+    objective, step = ImprovedConsistencyTraining(from_dict(Config, {})), step_of(100, done=99, total=100)
+    low, high = objective.draw_levels(objective.phase(step), step)
     grid = karras_sigmas(1281)
     assert low.dtype == high.dtype == torch.float64
     assert torch.isin(low, grid).all() and torch.isin(high, grid).all()
+
+
+@pytest.mark.parametrize("curriculum", ["exponential", "sqrt", "linear", "square", "cosine", "constant"])
+def test_the_tensors_of_a_phase_never_change_their_shapes(curriculum):
+    """A step that was recorded is played again with the numbers of another N; none beyond them is ever drawn."""
+    section = {"curriculum": curriculum, "s0": 2, "s1": 40}
+    objective = ImprovedConsistencyTraining(from_dict(Config, {"objective": section}))
+    seen = set()
+    for done in range(101):
+        step = step_of(1000, done=done, total=100)
+        phase = objective.phase(step)
+        n = int(phase.figures["levels"])
+        seen.add(n)
+        assert phase.tensors["sigmas"].shape == (41,) and phase.tensors["cdf"].shape == (40,)
+        low, high = objective.draw_levels(phase, step)
+        assert torch.isin(high, karras_sigmas(n)).all() and (high > low).all()
+        u = torch.tensor([1 - 2.0**-33], dtype=torch.float64)
+        assert draw_pairs(phase.tensors["cdf"], u).item() == n - 2
+    assert max(seen) == 41
 
 
 @pytest.mark.parametrize("key", ["curriculum", "index", "weighting", "distance", "kind"])

@@ -25,6 +25,6 @@ def _shuffled(count: int, seed: int, epoch: int) -> Tensor:
     return rng.permutation(count, seed=seed, epoch=epoch)
 
 
-def flip_mask(samples: Tensor, *, seed: int, step: int) -> Tensor:
+def flip_mask(samples: Tensor, *, seed: int, step: int | Tensor) -> Tensor:
     """Which samples of a step are mirrored: each with probability ½ -> bool [B]."""
     return rng.words(samples, 1, seed=seed, step=step, stream=Stream.FLIP)[:, 0] % 2 == 1

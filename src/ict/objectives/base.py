@@ -1,7 +1,8 @@
 """The joint between the loop and a method: what a method is given, and what it gives back."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,16 +12,24 @@ from ict.model import ConsistencyModel
 from ict.rng import Stream
 
 
+class Phase(NamedTuple):
+    """What a method takes from the progress of a run: tensors whose shapes never change, and figures for the log."""
+
+    tensors: Mapping[str, Tensor]
+    figures: Mapping[str, float]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """Where in the run a batch is, and which draws are its own."""
 
     seed: int
-    number: int  # of the optimiser's step: the counter of everything random
+    number: int | Tensor  # of the optimiser's step: the counter of everything random
     done: int  # progress is done / total: steps, or milliseconds when time bounds the run
     total: int
     target: ConsistencyModel | None = None  # the average of the student that teaches it, where the recipe wants one
     samples: Tensor  # int64 [B]: the place of each sample in the whole batch of this step, over all ranks and pieces
+    phase: Phase | None = None  # the method's own, where it has one and it is already known
 
     def noise(self, images: Tensor) -> Tensor:
         """z ~ N(0, 1) -> float32, of the images' shape."""
@@ -50,4 +59,8 @@ class Loss:
 
 
 class Objective(Protocol):
+    """A method may also have `phase(step) -> Phase`. It then promises that its call depends on progress by the tensors
+    of that alone, so that a step can be recorded once and played again (a CUDA graph) while N changes.
+    """
+
     def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss: ...

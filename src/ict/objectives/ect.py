@@ -5,13 +5,15 @@ start from a diffusion model (`training.start`) or from nothing. There f(x, 0) =
 elsewhere.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 from ict.config import Config, bind, choose
 from ict.distance import DISTANCES
 from ict.model import ConsistencyModel
-from ict.objectives.base import Loss, Step
+from ict.objectives.base import Loss, Phase, Step
 from ict.objectives.ict import add_noise
 from ict.weighting import denoising_weight
 
@@ -22,13 +24,16 @@ class EasyConsistencyTuning:
     def __init__(self, config: Config):
         self.section, self.noise = config.objective, config.noise
         self.distance = bind(choose("objective.distance", config.objective.distance, DISTANCES), config.objective)
+        self.ratio = functools.lru_cache(maxsize=2)(
+            lambda stage, device: torch.tensor(self.section.q ** -(stage + 1), dtype=torch.float64, device=device)
+        )
 
     def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss:
         section = self.section
         t = step.lognormal(section.p_mean, section.p_std)
         t = t.clamp(1.001 * self.noise.sigma_min, self.noise.sigma_max)
-        stage = min(section.stages - 1, step.done * section.stages // max(1, step.total))
-        r = lower_level(t, stage, q=section.q, k=section.k, b=section.b).clamp_min(self.noise.sigma_min)
+        phase = step.phase or self.phase(step)
+        r = lower_level(t, phase.tensors["ratio"], k=section.k, b=section.b).clamp_min(self.noise.sigma_min)
         z, key = step.noise(images), step.keys()
 
         student = model(add_noise(images, t, z), t, labels, key)
@@ -36,10 +41,16 @@ class EasyConsistencyTuning:
             teacher = model(add_noise(images, r, z), r, labels, key)
         weight = denoising_weight(t, sigma_data=self.noise.sigma_data)
         return Loss(
-            weight.to(student.dtype) * self.distance(student, teacher), {"stage": stage}, sigma=t, output=student
+            weight.to(student.dtype) * self.distance(student, teacher), dict(phase.figures), sigma=t, output=student
         )
 
+    def phase(self, step: Step) -> Phase:
+        """How near the pairs are: 1 / q^(stage + 1)."""
+        section = self.section
+        stage = min(section.stages - 1, step.done * section.stages // max(1, step.total))
+        return Phase({"ratio": self.ratio(stage, step.samples.device)}, {"stage": stage})
 
-def lower_level(t: Tensor, stage: int, *, q: float, k: float, b: float) -> Tensor:
-    """r = t · (1 − n(t) / q^(stage + 1)) with n(t) = 1 + k / (1 + e^(b t)), and not below 0."""
-    return (t * (1 - (1 + k * torch.sigmoid(-b * t)) / q ** (stage + 1))).clamp_min(0)
+
+def lower_level(t: Tensor, ratio: Tensor | float, *, k: float, b: float) -> Tensor:
+    """r = t · (1 − n(t) · ratio) with n(t) = 1 + k / (1 + e^(b t)), and not below 0; ratio = 1 / q^(stage + 1)."""
+    return (t * (1 - (1 + k * torch.sigmoid(-b * t)) * ratio)).clamp_min(0)

@@ -8,7 +8,7 @@ from torch import Tensor
 from ict.config import Config
 from ict.distance import squared_l2
 from ict.model import ConsistencyModel
-from ict.objectives.base import Loss, Step
+from ict.objectives.base import Loss, Phase, Step
 from ict.objectives.ict import add_noise
 from ict.weighting import denoising_weight
 
@@ -24,3 +24,7 @@ class Diffusion:
         denoised = model(add_noise(images, sigma, step.noise(images)), sigma, labels, step.keys())
         weight = denoising_weight(sigma, sigma_data=self.sigma_data).float()
         return Loss(weight * squared_l2(denoised, images), {}, sigma=sigma, output=denoised)
+
+    def phase(self, step: Step) -> Phase:
+        """The same from first to last."""
+        return Phase({}, {})

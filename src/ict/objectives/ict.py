@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ict import rng
 from ict.config import Config, NoiseConfig, bind, choose
@@ -12,7 +13,7 @@ from ict.curriculum import CURRICULA
 from ict.distance import DISTANCES
 from ict.model import ConsistencyModel
 from ict.noise import INDEX_DISTRIBUTIONS, draw_pairs, karras_sigmas
-from ict.objectives.base import Loss, Step
+from ict.objectives.base import Loss, Phase, Step
 from ict.rng import Stream
 from ict.weighting import WEIGHTINGS
 
@@ -29,11 +30,12 @@ class ImprovedConsistencyTraining:
         self.pmf = bind(choose("objective.index", section.index, INDEX_DISTRIBUTIONS), section)
         self.weighting = choose("objective.weighting", section.weighting, WEIGHTINGS)
         self.distance = bind(choose("objective.distance", section.distance, DISTANCES), section)
-        self.grid = functools.cache(functools.partial(build_grid, config.noise, self.pmf))
+        self.size = section.s1 + 1  # levels that there is room for
+        self.grid = functools.lru_cache(maxsize=2)(functools.partial(build_grid, config.noise, self.pmf, self.size))
 
     def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss:
-        n = self.levels(step.done, step.total)
-        low, high = self.draw_levels(n, step)
+        phase = step.phase or self.phase(step)
+        low, high = self.draw_levels(phase, step)
         z, key = step.noise(images), step.keys()
 
         noisy = add_noise(images, high, z)
@@ -42,7 +44,7 @@ class ImprovedConsistencyTraining:
             lower = self.lower_side(images, labels, noisy, low, high, z)
             teacher = (model if step.target is None else step.target)(lower, low, labels, key)
         weight = self.weighting(low, high).to(student.dtype)
-        return Loss(weight * self.distance(student, teacher), {"levels": n}, sigma=high, output=student)
+        return Loss(weight * self.distance(student, teacher), dict(phase.figures), sigma=high, output=student)
 
     def lower_side(
         self, images: Tensor, labels: Tensor | None, noisy: Tensor, low: Tensor, high: Tensor, z: Tensor
@@ -50,9 +52,14 @@ class ImprovedConsistencyTraining:
         """x at the lower level: the same image with less of the same noise."""
         return add_noise(images, low, z)
 
-    def draw_levels(self, n: int, step: Step) -> tuple[Tensor, Tensor]:
+    def phase(self, step: Step) -> Phase:
+        """The levels of N(k) and how often each pair is drawn."""
+        n = self.levels(step.done, step.total)
+        return Phase(self.grid(n, step.samples.device), {"levels": n})
+
+    def draw_levels(self, phase: Phase, step: Step) -> tuple[Tensor, Tensor]:
         """σ_i and σ_{i+1} of each sample, i ~ p(i) (§3.5) -> two float64 [B]."""
-        sigmas, cdf = self.grid(n, step.samples.device)
+        sigmas, cdf = phase.tensors["sigmas"], phase.tensors["cdf"]
         u = rng.uniform(step.samples, 1, seed=step.seed, step=step.number, stream=Stream.LEVEL)[:, 0]
         i = draw_pairs(cdf, u)
         return sigmas[i], sigmas[i + 1]
@@ -64,8 +71,11 @@ def add_noise(images: Tensor, sigma: Tensor, z: Tensor) -> Tensor:
 
 
 def build_grid(
-    noise: NoiseConfig, pmf: Callable[[Tensor], Tensor], n: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """The n noise levels and the cumulative probabilities of their n-1 pairs, on a device."""
+    noise: NoiseConfig, pmf: Callable[[Tensor], Tensor], size: int, n: int, device: torch.device
+) -> dict[str, Tensor]:
+    """The n noise levels and the cumulative probabilities of their n-1 pairs, on a device, with room for `size`."""
     sigmas = karras_sigmas(n, sigma_min=noise.sigma_min, sigma_max=noise.sigma_max, rho=noise.rho)
-    return sigmas.to(device), pmf(sigmas).cumsum(0).to(device)
+    cdf = pmf(sigmas).cumsum(0)
+    room = max(0, size - n)
+    padded = (F.pad(sigmas, (0, room), value=noise.sigma_max), F.pad(cdf / cdf[-1], (0, room), value=2.0))
+    return dict(zip(("sigmas", "cdf"), (each.to(device) for each in padded), strict=True))
