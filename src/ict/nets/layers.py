@@ -15,6 +15,7 @@ from ict.config import require
 from ict.nets.dropout import Dropout
 from ict.nets.kernels import kernels_for
 from ict.nets.norm import Norm
+from ict.precision import exact
 
 
 def zero_(module: nn.Module) -> nn.Module:
@@ -90,21 +91,24 @@ class ResidualBlock(nn.Module):
         projected = inputs != outputs or (resample is not None and style.project_resampled)
         self.skip = style.start(nn.Conv2d(inputs, outputs, 1)) if projected else nn.Identity()
 
-    def forward(self, x: Tensor, embedding: Tensor, key: Tensor | None) -> Tensor:
-        h = self.norm1(x, silu=True)
+    def forward(self, x: Tensor, embedding: Tensor, key: Tensor | None, other: Tensor | None = None) -> Tensor:
+        """x [B, C, H, W], or x and other whose channels follow each other."""
+        h, x, other = self.norm1.past(x, other, silu=True)
         if self.resample is not None:
             h, x = self.resample(h), self.resample(x)
-        h, e, bias = F.conv2d(h, self.conv1.weight, padding=1), self.embed(embedding), self.conv1.bias
+        h, bias = F.conv2d(h, self.conv1.weight, padding=1), self.conv1.bias
+        with exact(embedding):
+            e = self.embed(embedding)
         if self.style.scale_shift:
             scale, shift = e.chunk(2, dim=1)
             h = self.norm2(h, added=bias, scale=scale, shift=shift, silu=True, dropout=self.dropout, key=key)
         else:
             h = self.norm2(h, added=e + bias, silu=True, dropout=self.dropout, key=key)
         if kernels_for(h):
-            return self.join(x, h)
+            return self.join(x, other, h)
         return (self.skip(x) + self.conv2(h)) * self.style.skip_scale
 
-    def join(self, x: Tensor, h: Tensor) -> Tensor:
+    def join(self, x: Tensor, other: Tensor | None, h: Tensor) -> Tensor:
         """The same sum of the two paths, with the biases of their last convolutions added on the way."""
         from ict.nets import fused
 
@@ -112,8 +116,21 @@ class ResidualBlock(nn.Module):
         assert bias is not None
         if isinstance(self.skip, nn.Conv2d):
             assert self.skip.bias is not None
-            x, bias = F.conv2d(x, self.skip.weight), bias + self.skip.bias
+            x, bias = project(x, other, self.skip.weight), bias + self.skip.bias
         return fused.join(x, h, bias, scale=self.style.skip_scale)
+
+
+def project(x: Tensor, other: Tensor | None, weight: Tensor) -> Tensor:
+    """A 1×1 convolution of x, or of x and other whose channels follow each other."""
+    if other is None:
+        return F.conv2d(x, weight)
+    first, second = weight.split((x.shape[1], other.shape[1]), dim=1)
+    x = F.conv2d(x, first)
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        return x + F.conv2d(other, second)
+    b, c, height, width = x.shape
+    rows, others = (each.permute(0, 2, 3, 1).flatten(0, 2) for each in (x, other))
+    return torch.addmm(rows, others, second.flatten(1).t()).view(b, height, width, c).permute(0, 3, 1, 2)
 
 
 class Attention(nn.Module):
@@ -129,14 +146,20 @@ class Attention(nn.Module):
         self.skip_scale = style.skip_scale
         self.norm = style.norm(channels)
         self.qkv = style.attend(nn.Conv2d(channels, 3 * channels, 1))
-        self.out = style.end(nn.Conv2d(channels, channels, 1))
+        self.out = cast(nn.Conv2d, style.end(nn.Conv2d(channels, channels, 1)))
 
     def forward(self, x: Tensor) -> Tensor:
         b, c, height, width = x.shape
-        qkv = self.qkv(self.norm(x)).reshape(b, 3, self.heads, c // self.heads, height * width)
+        h, x, _ = self.norm.past(x)
+        qkv = self.qkv(h).reshape(b, 3, self.heads, c // self.heads, height * width)
         q, k, v = qkv.transpose(-1, -2).unbind(1)  # [B, heads, pixels, channels of a head]
-        h = F.scaled_dot_product_attention(q, k, v)
-        return (x + self.out(h.transpose(-1, -2).reshape(b, c, height, width))) * self.skip_scale
+        h = F.scaled_dot_product_attention(q, k, v).transpose(-1, -2).reshape(b, c, height, width)
+        if kernels_for(h):
+            from ict.nets import fused
+
+            assert self.out.bias is not None
+            return fused.join(x, F.conv2d(h, self.out.weight), self.out.bias, scale=self.skip_scale)
+        return (x + self.out(h)) * self.skip_scale
 
 
 class Stage(nn.Module):
@@ -146,8 +169,8 @@ class Stage(nn.Module):
         super().__init__()
         self.block, self.attention = block, attention
 
-    def forward(self, x: Tensor, embedding: Tensor, key: Tensor | None) -> Tensor:
-        x = self.block(x, embedding, key)
+    def forward(self, x: Tensor, embedding: Tensor, key: Tensor | None, other: Tensor | None = None) -> Tensor:
+        x = self.block(x, embedding, key, other)
         return x if self.attention is None else self.attention(x)
 
 
