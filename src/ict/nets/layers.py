@@ -17,6 +17,8 @@ from ict.nets.kernels import kernels_for
 from ict.nets.norm import Norm
 from ict.precision import exact
 
+HALVES = (torch.float16, torch.bfloat16)
+
 
 def zero_(module: nn.Module) -> nn.Module:
     """Set a layer's weights to zero, so that the branch it ends starts as nothing."""
@@ -120,13 +122,20 @@ class ResidualBlock(nn.Module):
         return fused.join(x, h, bias, scale=self.style.skip_scale)
 
 
+def pointwise(x: Tensor, conv: nn.Conv2d) -> Tensor:
+    """A 1×1 convolution; in half precision on a GPU as a product, which adds the bias on the way."""
+    if not kernels_for(x) or x.dtype not in HALVES:
+        return conv(x)
+    return F.linear(x.permute(0, 2, 3, 1), conv.weight.flatten(1), conv.bias).permute(0, 3, 1, 2)
+
+
 def project(x: Tensor, other: Tensor | None, weight: Tensor) -> Tensor:
     """A 1×1 convolution of x, or of x and other whose channels follow each other."""
     if other is None:
         return F.conv2d(x, weight)
     first, second = weight.split((x.shape[1], other.shape[1]), dim=1)
     x = F.conv2d(x, first)
-    if x.dtype not in (torch.float16, torch.bfloat16):
+    if x.dtype not in HALVES:
         return x + F.conv2d(other, second)
     b, c, height, width = x.shape
     rows, others = (each.permute(0, 2, 3, 1).flatten(0, 2) for each in (x, other))
@@ -145,15 +154,16 @@ class Attention(nn.Module):
         )
         self.skip_scale = style.skip_scale
         self.norm = style.norm(channels)
-        self.qkv = style.attend(nn.Conv2d(channels, 3 * channels, 1))
+        self.qkv = cast(nn.Conv2d, style.attend(nn.Conv2d(channels, 3 * channels, 1)))
         self.out = cast(nn.Conv2d, style.end(nn.Conv2d(channels, channels, 1)))
 
     def forward(self, x: Tensor) -> Tensor:
         b, c, height, width = x.shape
         h, x, _ = self.norm.past(x)
-        qkv = self.qkv(h).reshape(b, 3, self.heads, c // self.heads, height * width)
-        q, k, v = qkv.transpose(-1, -2).unbind(1)  # [B, heads, pixels, channels of a head]
-        h = F.scaled_dot_product_attention(q, k, v).transpose(-1, -2).reshape(b, c, height, width)
+        # Pixels first: so all are views of a map in channels_last, and their gradients are one.
+        qkv = pointwise(h, self.qkv).permute(0, 2, 3, 1).reshape(b, height * width, 3, self.heads, c // self.heads)
+        q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # [B, heads, pixels, channels of a head]
+        h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, height, width, c).permute(0, 3, 1, 2)
         if kernels_for(h):
             from ict.nets import fused
 
