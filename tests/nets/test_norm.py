@@ -78,8 +78,18 @@ for scale, size in ((0.5, 3), (1.0, 13)):
     x, h, bias = (torch.randn(shape, requires_grad=True) for shape in ((2, 6, size, size), (2, 6, size, size), (6,)))
     answers = [(x + h + bias[:, None, None]) * scale, fused.join(x, h, bias, scale=scale)]
     assert (answers[0] - answers[1]).abs().max() < 1e-6
-    for mine, theirs in zip(*(torch.autograd.grad(y.cos().sum(), (x, h, bias)) for y in answers)):
+    for mine, theirs in zip(*(torch.autograd.grad(y.cos().sum(), (x, h, bias), retain_graph=True) for y in answers)):
         assert (mine - theirs).abs().max() < 3e-5
+    # a norm of it uses the sums that it remembers
+    x2 = torch.randn(2, 6, size, size)
+    assert fused.recall(answers[1]) is not None
+    plain = F.group_norm(torch.cat((answers[0] + 5, x2), dim=1), 4, eps=1e-5)
+    moved = fused.join(x, h, bias + 5 / scale, scale=scale)
+    ours = fused_norm.norm(moved, torch.ones(12), torch.zeros(12), None, groups=4, eps=1e-5, silu=False, other=x2)[0]
+    assert (ours - plain).abs().max() < 1e-4
+    ours = fused_norm.norm(x2, torch.ones(12), torch.zeros(12), None, groups=4, eps=1e-5, silu=False, other=moved)[0]
+    plain = F.group_norm(torch.cat((x2, answers[0] + 5), dim=1), 4, eps=1e-5)
+    assert (ours - plain).abs().max() < 1e-4
 """
 
 

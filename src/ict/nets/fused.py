@@ -8,6 +8,8 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
+PIXELS = 256  # that one program sums
+
 
 def tile(x: Tensor) -> tuple[int, int, int, int, int]:
     """Samples, pixels and channels of x [B, H, W, C], and the pixels and channels of a tile."""
@@ -84,15 +86,36 @@ def fir(x: Tensor, *, up: int, down: int, padding: int) -> Tensor:
 
 
 @triton.jit
-def _join_kernel(x, other, y, bias, scale, pixels, channels, tall: tl.constexpr, wide: tl.constexpr):
-    """(x + other + bias) · scale."""
-    pixel, channel, base = _places(pixels, channels, tall, wide)
-    inside = channel < channels
-    mask = (pixel < pixels)[:, None] & inside[None, :]
-    place = base + pixel[:, None] * channels + channel[None, :]
+def _joined(x, other, place, mask, bias, scale, kind: tl.constexpr):
+    """(x + other + bias) · scale at some places, rounded as it will be stored."""
     total = tl.load(x + place, mask, 0.0).to(tl.float32) + tl.load(other + place, mask, 0.0).to(tl.float32)
-    total = (total + tl.load(bias + channel, inside, 0.0).to(tl.float32)[None, :]) * scale
-    tl.store(y + place, total.to(y.dtype.element_ty), mask)
+    return ((total + bias) * scale).to(kind)
+
+
+@triton.jit
+def _join_kernel(
+    x, other, y, bias, first, second, scale, pixels, channels,
+    span: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
+    """(x + other + bias) · scale over span pixels; and Σ (y − y₀) and Σ (y − y₀)² of every channel, y₀ its first pixel,
+    for the norm that comes next."""
+    sample, channel = tl.program_id(0).to(tl.int64), tl.program_id(2) * wide + tl.arange(0, wide)
+    inside, pixel = channel < channels, tl.program_id(1) * span + tl.arange(0, tall)
+    base, kind = sample * pixels * channels, y.dtype.element_ty
+    added = tl.load(bias + channel, inside, 0.0).to(tl.float32)
+    centre = _joined(x, other, base + channel, inside, added, scale, kind).to(tl.float32)
+    one, two = tl.zeros([tall, wide], tl.float32), tl.zeros([tall, wide], tl.float32)
+    for _ in range(span // tall):
+        mask = (pixel < pixels)[:, None] & inside[None, :]
+        place = base + pixel[:, None] * channels + channel[None, :]
+        value = _joined(x, other, place, mask, added[None, :], scale, kind)
+        tl.store(y + place, value, mask)
+        value = tl.where(mask, value.to(tl.float32) - centre[None, :], 0.0)
+        one, two = one + value, two + value * value
+        pixel += tall
+    part = (sample * tl.num_programs(1) + tl.program_id(1)) * channels + channel
+    tl.store(first + part, tl.sum(one, 0), inside)
+    tl.store(second + part, tl.sum(two, 0), inside)
 
 
 @triton.jit
@@ -119,17 +142,20 @@ class _Join(torch.autograd.Function):
     """x and other [B, H, W, C], contiguous and of one kind; bias [C]."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, other: Tensor, bias: Tensor, scale: float) -> Tensor:
+    def forward(ctx, x: Tensor, other: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         y = torch.empty_like(other)
         ctx.scale, ctx.kinds = scale, (x.dtype, other.dtype, bias.dtype)
         samples, pixels, channels, tall, wide = tile(x)
-        _join_kernel[samples, triton.cdiv(pixels, tall), triton.cdiv(channels, wide)](
-            x, other, y, bias, scale, pixels, channels, tall=tall, wide=wide
+        parts = triton.cdiv(pixels, PIXELS)
+        sums = torch.empty(2, samples, parts, channels, device=x.device)
+        _join_kernel[samples, parts, triton.cdiv(channels, wide)](
+            x, other, y, bias, sums[0], sums[1], scale, pixels, channels, span=PIXELS, tall=tall, wide=wide
         )
-        return y
+        ctx.mark_non_differentiable(sums)
+        return y, sums
 
     @staticmethod
-    def backward(ctx, dy: Tensor):  # type: ignore
+    def backward(ctx, dy: Tensor, _: Tensor | None):  # type: ignore
         (first, second, third), dy = ctx.kinds, dy.contiguous()
         samples, pixels, channels, tall, wide = tile(dy)
         sums = torch.empty(samples, channels, device=dy.device)
@@ -146,6 +172,20 @@ def add_rows(rows: Tensor) -> Tensor:
 
 
 def join(x: Tensor, other: Tensor, bias: Tensor, *, scale: float) -> Tensor:
-    """(x + other + bias) · scale -> [B, C, H, W] in channels_last, of the kind that `other` has."""
+    """(x + other + bias) · scale -> [B, C, H, W] in channels_last, of the kind that `other` has.
+
+    The map remembers the sums that its norm will need.
+    """
     paths = (each.permute(0, 2, 3, 1).contiguous() for each in (x, other))
-    return _Join.apply(*paths, bias, scale).permute(0, 3, 1, 2)
+    y, sums = _Join.apply(*paths, bias, scale)
+    return remember(y.permute(0, 3, 1, 2), sums)
+
+
+def remember(x: Tensor, sums: Tensor | None) -> Tensor:
+    """Let a map carry its sums along: float32 [2, B, parts, C], see `_join_kernel`."""
+    x._ict_sums = sums  # type: ignore
+    return x
+
+
+def recall(x: Tensor | None) -> Tensor | None:
+    return getattr(x, "_ict_sums", None)

@@ -19,9 +19,7 @@ import triton.language as tl  # type: ignore
 from torch import Tensor
 
 from ict.nets.dropout import threshold
-from ict.nets.fused import add_rows, tile
-
-PIXELS = 256  # that one program of the first pass sums
+from ict.nets.fused import PIXELS, add_rows, recall, remember, tile
 
 
 @triton.jit
@@ -67,11 +65,11 @@ def _places(pixels, channels, whole, offset, span: tl.constexpr, tall: tl.conste
 
 @triton.jit
 def _sum_kernel(
-    x, first, second, pixels, channels, whole, offset,
+    x, first, second, pixels, channels,
     span: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     """Σ (x − x₀) and Σ (x − x₀)² of every channel over span pixels, x₀ its first pixel."""
-    pixel, channel, base, _, _ = _places(pixels, channels, whole, offset, span, tall, wide)
+    pixel, channel, base, _, _ = _places(pixels, channels, channels, 0, span, tall, wide)
     inside = channel < channels
     centre = tl.load(x + base + channel, inside, 0.0).to(tl.float32)
     one, two = tl.zeros([tall, wide], tl.float32), tl.zeros([tall, wide], tl.float32)
@@ -81,32 +79,38 @@ def _sum_kernel(
         value = tl.where(mask, value - centre[None, :], 0.0)
         one, two = one + value, two + value * value
         pixel += tall
-    part = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * whole + offset + channel
+    part = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * channels + channel
     tl.store(first + part, tl.sum(one, 0), inside)
     tl.store(second + part, tl.sum(two, 0), inside)
 
 
 @triton.jit
 def _finish_kernel(
-    x, other, first, second, weight, bias, added, rows, weight_row, bias_row, added_row, parts, pixels, channels, split,
+    x, other, sums, sums2, weight, bias, added, rows, weight_row, bias_row, added_row, parts, pixels, channels, split,
     size, eps, adds: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     """From the sums of one sample and group: y = silu(scale x + shift), and what the way back needs of it."""
     sample, k = tl.program_id(0).to(tl.int64), tl.arange(0, wide)
     channel, inside = tl.program_id(1) * size + k, k < size
+    early, late = inside & (channel < split), inside & (channel >= split)
+    plane, plane2 = (
+        tl.num_programs(0).to(tl.int64) * parts * split,
+        tl.num_programs(0).to(tl.int64) * parts * (channels - split),
+    )
     one, two = tl.zeros([wide], tl.float32), tl.zeros([wide], tl.float32)
     for part in range(parts):
-        place = (sample * parts + part) * channels + channel
-        one += tl.load(first + place, inside, 0.0)
-        two += tl.load(second + place, inside, 0.0)
+        place, place2 = (
+            (sample * parts + part) * split + channel,
+            (sample * parts + part) * (channels - split) + channel - split,
+        )
+        one += tl.load(sums + place, early, 0.0) + tl.load(sums2 + place2, late, 0.0)
+        two += tl.load(sums + plane + place, early, 0.0) + tl.load(sums2 + plane2 + place2, late, 0.0)
     one, two = one / pixels, two / pixels
     a = tl.zeros([wide], tl.float32)
     if adds:
         a = tl.load(added + sample * added_row + channel, inside, 0.0)
-    early = inside & (channel < split)
     pixel = tl.load(x + sample * pixels * split + channel, early, 0.0).to(tl.float32)
-    late = other + sample * pixels * (channels - split) + channel - split
-    pixel += tl.load(late, inside & (channel >= split), 0.0).to(tl.float32)
+    pixel += tl.load(other + sample * pixels * rest + channel - split, late, 0.0).to(tl.float32)
     centre = pixel + one + a  # of each channel
     mean = tl.sum(tl.where(inside, centre, 0.0), 0) / size
     spread = two - one * one + (centre - mean) * (centre - mean)
@@ -224,16 +228,13 @@ def _parts(maps: list[Tensor]) -> list[tuple[Tensor, tuple[int, int, int, int], 
     return found
 
 
-def _sums(kernel, maps: list[Tensor], *others: Tensor | float, **options: bool) -> tuple[Tensor, Tensor]:
-    """What a summing kernel finds -> two tensors, float32 [B, parts, C]."""
-    samples, height, width, _ = maps[0].shape
-    count = triton.cdiv(height * width, PIXELS)
-    first, second = torch.empty(
-        2, samples, count, sum(each.shape[3] for each in maps), device=maps[0].device
-    ).unbind()  # fmt: skip
-    for x, place, grid, shape in _parts(maps):
-        kernel[grid[0], count, grid[2]](x, *others, first, second, *place, **options, span=PIXELS, **shape)
-    return first, second
+def sums_of(x: Tensor) -> Tensor:
+    """Σ (x − x₀) and Σ (x − x₀)² of every channel of x [B, H, W, C] -> float32 [2, B, parts, C]."""
+    ((_, (pixels, channels, _, _), grid, shape),) = _parts([x])
+    count = triton.cdiv(pixels, PIXELS)
+    sums = torch.empty(2, len(x), count, channels, device=x.device)
+    _sum_kernel[grid[0], count, grid[2]](x, sums[0], sums[1], pixels, channels, span=PIXELS, **shape)
+    return sums
 
 
 class _Norm(torch.autograd.Function):
@@ -242,16 +243,17 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x: Tensor, other: Tensor | None, weight: Tensor, bias: Tensor, added: Tensor | None, keys: Tensor | None,
-        groups: int, eps: float, silu: bool, p: float,
+        sums: list[Tensor | None], groups: int, eps: float, silu: bool, p: float,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         maps, (samples, height, width, split) = [each for each in (x, other) if each is not None], x.shape
         channels = sum(each.shape[3] for each in maps)
-        first, second = _sums(_sum_kernel, maps)
+        found = [sums_of(each) if known is None else known for each, known in zip(maps, sums, strict=False)]
         rows, size = torch.empty(5, samples, channels, device=x.device), channels // groups
         strides = [0 if each is None or each.ndim == 1 else channels for each in (weight, bias, added)]
         _finish_kernel[samples, groups](
-            x, maps[-1], first, second, weight, bias, bias if added is None else added, rows, *strides, first.shape[1],
-            height * width, channels, split, size, eps, adds=added is not None, wide=triton.next_power_of_2(size),
+            x, maps[-1], found[0], found[-1], weight, bias, bias if added is None else added, rows, *strides,
+            found[0].shape[2], height * width, channels, split, size, eps, adds=added is not None,
+            wide=triton.next_power_of_2(size),
         )  # fmt: skip
         y = torch.empty(samples, height, width, channels, dtype=x.dtype, device=x.device)
         drop = (x if keys is None else keys, threshold(p), p)
@@ -274,7 +276,12 @@ class _Norm(torch.autograd.Function):
         samples, height, width, _ = x.shape
         channels, dy = rows.shape[2], dy.contiguous()
         size = channels // ctx.groups
-        first, second = _sums(_sum_back_kernel, maps, dy, rows[0], rows[1], rows[2], *drop, **options)
+        count = triton.cdiv(height * width, PIXELS)
+        first, second = torch.empty(2, samples, count, channels, device=x.device).unbind()
+        for each, place, grid, shape in _parts(maps):
+            _sum_back_kernel[samples, count, grid[2]](
+                each, dy, rows[0], rows[1], rows[2], *drop, first, second, *place, **options, span=PIXELS, **shape
+            )
         grads, lines = (
             torch.empty(shape, device=x.device) for shape in ((samples, 3, channels), (2, samples, channels))
         )
@@ -292,7 +299,7 @@ class _Norm(torch.autograd.Function):
             found.append(dx)
         summed = add_rows(grads.flatten(1)).view(3, channels) if 1 in ctx.dims else grads[0]
         others = ((None, summed[i], grads[:, i])[ndim] for i, ndim in enumerate(ctx.dims))
-        return found[0], found[1] if other is not None else None, *others, *[None] * 5
+        return found[0], found[1] if other is not None else None, *others, *[None] * 6
 
 
 def norm(
@@ -306,7 +313,8 @@ def norm(
     """
     rows = [None if each is None else each.float().contiguous() for each in (weight, bias, added)]
     maps = [None if each is None else each.permute(0, 2, 3, 1).contiguous() for each in (x, other)]
-    found = _Norm.apply(*maps, *rows, keys, groups, eps, silu, p)
+    sums = [recall(x), recall(other)]
+    found = _Norm.apply(*maps, *rows, keys, sums, groups, eps, silu, p)
     y, past, past2 = (None if each is None else each.permute(0, 3, 1, 2) for each in found)
     assert y is not None and past is not None
-    return y, past, past2
+    return y, remember(past, sums[0]), past2
