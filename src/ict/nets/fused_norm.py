@@ -93,18 +93,14 @@ def _finish_kernel(
     sample, k = tl.program_id(0).to(tl.int64), tl.arange(0, wide)
     channel, inside = tl.program_id(1) * size + k, k < size
     early, late = inside & (channel < split), inside & (channel >= split)
-    plane, plane2 = (
-        tl.num_programs(0).to(tl.int64) * parts * split,
-        tl.num_programs(0).to(tl.int64) * parts * (channels - split),
-    )
+    rest, samples = channels - split, tl.num_programs(0).to(tl.int64)
     one, two = tl.zeros([wide], tl.float32), tl.zeros([wide], tl.float32)
     for part in range(parts):
-        place, place2 = (
-            (sample * parts + part) * split + channel,
-            (sample * parts + part) * (channels - split) + channel - split,
-        )
-        one += tl.load(sums + place, early, 0.0) + tl.load(sums2 + place2, late, 0.0)
-        two += tl.load(sums + plane + place, early, 0.0) + tl.load(sums2 + plane2 + place2, late, 0.0)
+        here = (sample * parts + part) * split + channel
+        there = (sample * parts + part) * rest + channel - split
+        one += tl.load(sums + here, early, 0.0) + tl.load(sums2 + there, late, 0.0)
+        here, there = here + samples * parts * split, there + samples * parts * rest
+        two += tl.load(sums + here, early, 0.0) + tl.load(sums2 + there, late, 0.0)
     one, two = one / pixels, two / pixels
     a = tl.zeros([wide], tl.float32)
     if adds:
