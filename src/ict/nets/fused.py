@@ -86,10 +86,10 @@ def fir(x: Tensor, *, up: int, down: int, padding: int) -> Tensor:
 
 
 @triton.jit
-def _joined(x, other, place, mask, bias, scale, kind: tl.constexpr):
-    """(x + other + bias) · scale at some places, rounded as it will be stored."""
+def _joined(x, other, y, place, mask, bias, scale):
+    """(x + other + bias) · scale at some places, rounded as y will hold it."""
     total = tl.load(x + place, mask, 0.0).to(tl.float32) + tl.load(other + place, mask, 0.0).to(tl.float32)
-    return ((total + bias) * scale).to(kind)
+    return ((total + bias) * scale).to(y.dtype.element_ty)
 
 
 @triton.jit
@@ -101,14 +101,14 @@ def _join_kernel(
     for the norm that comes next."""
     sample, channel = tl.program_id(0).to(tl.int64), tl.program_id(2) * wide + tl.arange(0, wide)
     inside, pixel = channel < channels, tl.program_id(1) * span + tl.arange(0, tall)
-    base, kind = sample * pixels * channels, y.dtype.element_ty
+    base = sample * pixels * channels
     added = tl.load(bias + channel, inside, 0.0).to(tl.float32)
-    centre = _joined(x, other, base + channel, inside, added, scale, kind).to(tl.float32)
+    centre = _joined(x, other, y, base + channel, inside, added, scale).to(tl.float32)
     one, two = tl.zeros([tall, wide], tl.float32), tl.zeros([tall, wide], tl.float32)
     for _ in range(span // tall):
         mask = (pixel < pixels)[:, None] & inside[None, :]
         place = base + pixel[:, None] * channels + channel[None, :]
-        value = _joined(x, other, place, mask, added[None, :], scale, kind)
+        value = _joined(x, other, y, place, mask, added[None, :], scale)
         tl.store(y + place, value, mask)
         value = tl.where(mask, value.to(tl.float32) - centre[None, :], 0.0)
         one, two = one + value, two + value * value
