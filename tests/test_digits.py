@@ -89,7 +89,7 @@ CONTINUOUS = ["objective.kind=continuous", "objective.distance=squared_l2", "tra
 METHODS = {
     "ict": ["training.steps=300"],
     "ect": ["objective.kind=ect", "objective.c=0.01", "objective.stages=4", "training.steps=400"],
-    "edm": ["objective.kind=edm", "objective.p_mean=-1.2", "objective.p_std=1.2", "training.steps=300"],
+    "edm": ["objective.kind=edm", "objective.p_mean=-1.2", "objective.p_std=1.2", "training.steps=400"],
     "continuous": [*CONTINUOUS, "training.steps=300"],
     "sct": ["objective.kind=sct", "objective.p_mean=-1.0", "objective.p_std=1.4", "training.steps=300"],
     "meanflow": ["objective.kind=meanflow", "net.intervals=true", "objective.p_mean=-1.0", "training.steps=200"],
