@@ -276,3 +276,25 @@ def test_a_scale_that_overflows_is_halved_and_nothing_else_happens():
         taken.append(state.taken)
     assert not taken[0] and taken[-1] and guard.alarm is None and guard.state.skipped == 0
     assert guard.state.overflows == taken.count(False) and guard.state.scale == 2.0 ** (40 - guard.state.overflows)
+
+
+@pytest.mark.parametrize("kind", ["continuous", "sct", "meanflow"])
+@pytest.mark.parametrize("net", ["unet", "ncsnpp", "adm"])
+def test_derivatives_along_a_path_are_the_cpus(kind, net):
+    """Forward mode goes through plain layers and attention, the gradient through the kernels, with one dropout."""
+    section = {"kind": kind, "distance": "squared_l2"}
+    config = tiny_config(objective=section, net={"kind": net, "channels": 32, "intervals": kind == "meanflow"})
+    images, labels, losses, gradients = torch.rand(8, 1, 8, 8) - 0.5, torch.arange(8), [], []
+    for device in ("cpu", "cuda"):
+        model = build_model(ModelSpec.from_config(config, tuple("0123456789"))).train()
+        for number, parameter in enumerate(model.parameters()):
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
+        model.to(device)
+        step = Step(seed=0, number=0, done=1, total=1, samples=torch.arange(8, device=device))
+        with torch.backends.cudnn.flags(allow_tf32=False, deterministic=True):
+            loss = build_objective(config)(model, images.to(device), labels.to(device), step).per_sample
+            loss.mean().backward()
+        losses.append(loss.detach().cpu())
+        gradients.append(torch.cat([p.grad.flatten().cpu() for p in model.parameters() if p.grad is not None]))
+    assert torch.allclose(*losses, rtol=1e-3, atol=1e-5)
+    assert (gradients[0] - gradients[1]).norm() < 2e-3 * gradients[0].norm()

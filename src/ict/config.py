@@ -107,6 +107,7 @@ class NetConfig:
     embedding: str = "fourier"
     fourier_scale: float = 0.02
     positional_scale: float = 1000.0  # factor of ¼ ln σ before the positional embedding
+    intervals: bool = False  # the net is also told how far to go, as meanflow needs it
 
     def __post_init__(self) -> None:
         require(
@@ -157,6 +158,9 @@ class ObjectiveConfig:
     q: float = 2.0  # of ect: by how much each time
     k: float = 8.0  # of ect: how much wider the pairs are at low levels,
     b: float = 1.0  # … and where that ends
+    warmup: float = 0.025  # of sct: share of the run in which the unstable part of the tangent is let in
+    power: float | None = None  # of sct and meanflow: p of the weight 1/(loss + ε)^p; left out: 1 and 0.75
+    apart: float = 0.75  # of meanflow: share of the samples whose two times differ
 
     def __post_init__(self) -> None:
         require(self.s0 >= 1, f"objective.s0 = {self.s0}: use at least 1")
@@ -170,12 +174,15 @@ class ObjectiveConfig:
             f'objective.teacher = {self.teacher!r}: use "student" (iCT) or "ema" (2023)',
         )
         require(
-            self.teacher == "student" or self.kind in ("ict", "cd"),
+            self.teacher == "student" or self.gridded,
             f'objective.teacher = "ema" is for objective.kind = ict and cd, not {self.kind}: leave it out',
         )
         require(1 <= self.stages <= 1000, f"objective.stages = {self.stages}: use 1 to 1000")
         require(self.q > 1, f"objective.q = {self.q}: must be above 1")
         require(self.k >= 0 and self.b >= 0, f"objective.k = {self.k}, objective.b = {self.b}: use 0 or more")
+        require(0 <= self.warmup <= 1, f"objective.warmup = {self.warmup}: a share of the run from 0 to 1")
+        require(self.power is None or 0 <= self.power <= 1, f"objective.power = {self.power}: use 0 (none) to 1")
+        require(0 <= self.apart <= 1, f"objective.apart = {self.apart}: a share of the samples from 0 to 1")
         require(0 <= self.mu0 < 1, f"objective.mu0 = {self.mu0}: use a rate from 0 to below 1 (2023: 0.9)")
         require(self.p_std > 0, f"objective.p_std = {self.p_std}: must be above 0")
         require(self.c is None or self.c > 0, f"objective.c = {self.c}: must be above 0, or left out for 0.00054·√d")
@@ -183,7 +190,12 @@ class ObjectiveConfig:
     @property
     def learns(self) -> str:
         """What a model trained so is: it decides how it is preconditioned and sampled."""
-        return "diffusion" if self.kind == "edm" else "consistency"
+        return {"edm": "diffusion", "meanflow": "meanflow"}.get(self.kind, "consistency")
+
+    @property
+    def gridded(self) -> bool:
+        """Whether levels are drawn from a grid, whose size the curriculum says; all other methods draw any level."""
+        return self.kind in ("ict", "cd")
 
 
 # Keys of [training] that bound a run: one of them, not more.
@@ -321,6 +333,12 @@ class Config:
             f"sampling.sigma_mid = {self.sampling.sigma_mid} must lie between noise.sigma_min = {self.noise.sigma_min} "
             f"and noise.sigma_max = {self.noise.sigma_max}",
         )
+        flow = self.objective.kind == "meanflow"
+        require(
+            self.net.intervals or not flow,
+            "objective.kind = meanflow needs a net that is told two times: set net.intervals = true",
+        )
+        require(flow or not self.net.intervals, "net.intervals is for objective.kind = meanflow alone: remove it")
 
 
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")

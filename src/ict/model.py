@@ -75,20 +75,61 @@ class ConsistencyModel(nn.Module):
         return c_skip * x + c_out * out.to(x.dtype)
 
 
+class AverageVelocity(ConsistencyModel):
+    """A net as the average velocity u(z, r, t) of a straight flow (MeanFlow); f(x, σ) is its whole way to r = 0.
+
+    The flow is z = (1 − t) x₀ + t e with noise e, so x = z / (1 − t) is an image with noise of σ = t / (1 − t), and
+    everything that asks a consistency model with x and σ can ask this one. The net sees z, t and t − r as they are.
+    """
+
+    def forward(
+        self,
+        x: Tensor,
+        sigma: Tensor,
+        label: Tensor | None = None,
+        key: Tensor | None = None,
+        *,
+        to: Tensor | None = None,
+    ) -> Tensor:
+        """The clean image; with `to` [B], a noise level of at most σ, the average velocity from σ to there instead."""
+        t = flow_time(sigma)
+        z = (1 - t).to(x.dtype).reshape(-1, 1, 1, 1) * x
+        if to is not None:
+            return self.velocity(z, t, flow_time(to), label, key)
+        return z - t.to(x.dtype).reshape(-1, 1, 1, 1) * self.velocity(z, t, torch.zeros_like(t), label, key)
+
+    def velocity(self, z: Tensor, t: Tensor, r: Tensor, label: Tensor | None, key: Tensor | None) -> Tensor:
+        """u(z, r, t): the mean of dz/ds over s from r to t."""
+        times = torch.stack((t, t - r), dim=1).to(torch.float32)
+        return self.net(z, times, label, key).to(z.dtype)
+
+
+def flow_time(sigma: Tensor) -> Tensor:
+    """t of the straight flow where the noise is σ times as strong as the image: σ / (1 + σ)."""
+    return sigma / (1 + sigma)
+
+
+KINDS = {"consistency": ConsistencyModel, "diffusion": ConsistencyModel, "meanflow": AverageVelocity}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """What a model file says beside its weights: enough to rebuild the net and to use it."""
 
     image_size: int
     channels: int
-    kind: str = "consistency"  # or "diffusion"
+    kind: str = "consistency"  # or "diffusion", "meanflow"
     class_names: tuple[str, ...] = ()  # empty: not conditioned on a class
     sigma_mid: float = 0.821
     net: NetConfig = field(default_factory=NetConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
 
     def __post_init__(self) -> None:
-        require(self.kind in ("consistency", "diffusion"), f"kind = {self.kind!r}: this version does not know it")
+        require(self.kind in KINDS, f"kind = {self.kind!r}: this version does not know it")
+        require(
+            self.net.intervals == (self.kind == "meanflow"),
+            f"kind = {self.kind!r} with net.intervals = {self.net.intervals}: the two belong together",
+        )
         DataConfig(image_size=self.image_size, channels=self.channels)  # within the same limits
         require(
             self.noise.sigma_min < self.sigma_mid < self.noise.sigma_max,
@@ -115,7 +156,7 @@ def build_model(spec: ModelSpec, *, seed: int = 0) -> ConsistencyModel:
         torch.manual_seed(seed)
         net = build_net(spec.net, image_size=spec.image_size, channels=spec.channels, classes=classes)
     shape = (spec.channels, spec.image_size, spec.image_size)
-    return ConsistencyModel(net, spec.noise, image_shape=shape, classes=classes, kind=spec.kind)
+    return KINDS[spec.kind](net, spec.noise, image_shape=shape, classes=classes, kind=spec.kind)
 
 
 # --- the model file: safetensors, with the spec as JSON in its header

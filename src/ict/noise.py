@@ -46,5 +46,38 @@ def draw_pairs(cdf: Tensor, u: Tensor) -> Tensor:
     return torch.searchsorted(cdf, u.to(cdf), right=True).clamp(max=len(cdf) - 1)
 
 
+# --- the same with no grid: what becomes of the levels when N grows without end
+
+
+def lognormal_quantile(
+    u: Tensor, *, p_mean: float = -1.1, p_std: float = 2.0, sigma_min: float = 0.002, sigma_max: float = 80.0
+) -> Tensor:
+    """The limit of `lognormal_pmf`: ln σ ~ N(P_mean, P_std²) between σ_min and σ_max, where a share u lies below."""
+    a, b = ((math.log(sigma) - p_mean) / p_std for sigma in (sigma_min, sigma_max))
+    # The normal is symmetric: seen from the side on which less lies, nothing cancels.
+    mirrored = a + b > 0
+    low, high = (0.5 * math.erfc(-end / math.sqrt(2)) for end in ((-b, -a) if mirrored else (a, b)))
+    if not high > low:
+        raise ValueError(
+            f"p_mean = {p_mean}, p_std = {p_std} put no weight between σ = {sigma_min:g} and {sigma_max:g}"
+        )
+    z = torch.special.ndtri(low + (1 - u if mirrored else u) * (high - low))
+    return torch.exp(p_mean + p_std * (-z if mirrored else z)).clamp(sigma_min, sigma_max)
+
+
+def uniform_quantile(u: Tensor, *, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> Tensor:
+    """The limit of `uniform_pmf`: even in σ^(1/ρ)."""
+    low, high = sigma_min ** (1 / rho), sigma_max ** (1 / rho)
+    return ((low + u * (high - low)) ** rho).clamp(sigma_min, sigma_max)
+
+
+def karras_gap(sigma: Tensor, n: int, *, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> Tensor:
+    """How far apart neighbours are near σ on a grid of n levels, where n is large: (dσ/du) / (n − 1)."""
+    low, high = sigma_min ** (1 / rho), sigma_max ** (1 / rho)
+    return rho * (high - low) / (n - 1) * sigma ** (1 - 1 / rho)
+
+
 # name in a recipe -> (sigmas) -> probabilities of the n-1 pairs; lognormal also takes p_mean and p_std
 INDEX_DISTRIBUTIONS: dict[str, Callable[..., Tensor]] = {"lognormal": lognormal_pmf, "uniform": uniform_pmf}
+# the same names -> (u in (0, 1)) -> σ, without a grid
+LEVEL_QUANTILES: dict[str, Callable[..., Tensor]] = {"lognormal": lognormal_quantile, "uniform": uniform_quantile}

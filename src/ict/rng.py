@@ -26,6 +26,7 @@ class Stream(IntEnum):
     ORDER = 5
     SAMPLING = 6
     LABEL = 7
+    INTERVAL = 8
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -21,5 +21,10 @@ def denoising_weight(sigma: Tensor, *, sigma_data: float) -> Tensor:
     return (sigma**2 + sigma_data**2) / (sigma * sigma_data) ** 2
 
 
+def adaptive_weight(loss: Tensor, *, power: float, epsilon: float = 1e-3) -> Tensor:
+    """1 / (loss + ε)^p of each sample, taken as a constant: MeanFlow's weight, with ε as in its code."""
+    return (loss.detach() + epsilon) ** -power
+
+
 # name in a recipe -> (sigma_low, sigma_high) -> λ per sample
 WEIGHTINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"inverse_gap": inverse_gap, "uniform": uniform}

@@ -201,7 +201,7 @@ def run_tune(
     best: tuple[float, list[float], Generator] | None = None
     for name, generator in load_models(model, ema=ema, checkpoints=False, device=place):
         require(
-            generator.spec.kind == "consistency",
+            generator.spec.kind != "diffusion",
             f"{model} is a diffusion model, which is solved along a fixed grid: ict tune is for consistency models",
         )
         if judge is None:

@@ -39,7 +39,10 @@ class Upsample(nn.Module):
 
 
 class Embedding(nn.Module):
-    """c_noise and label -> the vector that every block gets, through its last SiLU."""
+    """c_noise and label -> the vector that every block gets, through its last SiLU.
+
+    A net with intervals is given c_noise as [B, 2]: where it is, and how far it shall go.
+    """
 
     def __init__(self, config: NetConfig, *, width: int, classes: int, start: Callable[[nn.Module], nn.Module]):
         super().__init__()
@@ -47,10 +50,15 @@ class Embedding(nn.Module):
         self.noise = choose("net.embedding", config.embedding, EMBEDDINGS)(width, config)
         self.dense1, self.dense2 = start(nn.Linear(width, size)), start(nn.Linear(size, size))
         self.label = nn.Embedding(classes, size) if classes else None
+        self.interval = start(nn.Linear(width, size, bias=False)) if config.intervals else None
 
     def forward(self, c_noise: Tensor, label: Tensor | None) -> Tensor:
         with exact(c_noise):
-            embedding = self.dense2(F.silu(self.dense1(self.noise(c_noise))))
+            if self.interval is None:
+                embedding = self.dense1(self.noise(c_noise))
+            else:
+                embedding = self.dense1(self.noise(c_noise[:, 0])) + self.interval(self.noise(c_noise[:, 1]))
+            embedding = self.dense2(F.silu(embedding))
             if self.label is not None:
                 if label is None:
                     raise ValueError("this net was built with class labels: pass label=…, one class number a sample")

@@ -4,16 +4,22 @@ from collections.abc import Callable
 
 from ict.config import Config, choose
 from ict.objectives.base import Loss, Objective, Phase, Step
+from ict.objectives.continuous import ContinuousConsistencyTraining
 from ict.objectives.distillation import ConsistencyDistillation
 from ict.objectives.ect import EasyConsistencyTuning
 from ict.objectives.edm import Diffusion
 from ict.objectives.ict import ImprovedConsistencyTraining
+from ict.objectives.meanflow import MeanFlow
+from ict.objectives.sct import SimplifiedConsistencyTraining
 
 OBJECTIVES: dict[str, Callable[[Config], Objective]] = {
     "ict": ImprovedConsistencyTraining,
     "cd": ConsistencyDistillation,
     "ect": EasyConsistencyTuning,
     "edm": Diffusion,
+    "continuous": ContinuousConsistencyTraining,
+    "sct": SimplifiedConsistencyTraining,
+    "meanflow": MeanFlow,
 }
 
 

@@ -23,7 +23,7 @@ class Plan:
     @classmethod
     def of(cls, config: Config, budget: Budget) -> "Plan":
         section = config.objective
-        if section.kind in ("edm", "ect"):
+        if not section.gridded:
             return cls([(0, 0)], budget.progress(0, 0.0)[1], budget.steps is None, 0)
         curriculum = choose("objective.curriculum", section.curriculum, CURRICULA)
         _, total = budget.progress(0, 0.0)
