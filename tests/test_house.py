@@ -11,9 +11,9 @@ SOURCE = ROOT / "src" / "ict"
 
 # From docs/design.md: a room may import the rooms before it. The door may call anyone.
 ROOMS = [
-    "config", "recipes", "files", "download", "device", "ranks", "rng", "noise", "solvers", "curriculum", "weighting",
-    "lpips", "distance", "nets", "model", "objectives", "data", "training", "runfolder", "sampling", "pictures",
-    "display", "editing", "evaluation", "experiment", "cost", "info", "studies", "interop", "serve",
+    "config", "recipes", "files", "download", "device", "ranks", "rng", "noise", "solvers", "mixture", "curriculum",
+    "weighting", "lpips", "distance", "nets", "model", "objectives", "data", "training", "runfolder", "sampling",
+    "pictures", "display", "editing", "evaluation", "experiment", "cost", "info", "studies", "interop", "serve",
 ]  # fmt: skip
 DOOR = {"__init__", "__main__", "frontpage", "cli"}
 MODULES = sorted(SOURCE.rglob("*.py"))
