@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 from ict import rng
+from ict.cli import app
 from ict.config import Config, ConfigError, DataConfig, NetConfig, NoiseConfig, from_dict
 from ict.data import load_images, to_float
 from ict.evaluation.maps import follow, gaussian_noise, map_distance
@@ -148,3 +150,18 @@ def test_a_short_run_of_the_recipe(tmp_path):
     assert (tmp_path / "run" / "map.png").read_bytes()[:4] == b"\x89PNG"
     assert len(list((tmp_path / "run" / "samples").iterdir())) == 1
     assert load(tmp_path / "run").sample(3).shape == (3, *SHAPE)
+
+
+def test_points_by_component_and_diffusion(tmp_path):
+    """With labels there is no one map to draw; a diffusion model is solved for its map; the commands know points."""
+    changes = ["training.steps=5", "training.batch=16", "training.snapshots=0", "objective.s1=10"]
+    console = Console(file=io.StringIO(), width=200)
+    for name, change in (("labels", "data.classes=4"), ("edm", "objective.kind=edm")):
+        config = load_recipe(find_recipe("toy2d"), [*changes, change])
+        run(config, tmp_path / name, device="cpu", console=console)
+        page = (tmp_path / name / "report.html").read_text()
+        assert ("The learned map" in page) == (name == "edm")
+    drawn = CliRunner().invoke(app, ["sample", str(tmp_path / "edm"), "-n", "5", "--out", str(tmp_path / "five.png")])
+    assert drawn.exit_code == 0 and (tmp_path / "five.png").is_file()
+    scored = CliRunner().invoke(app, ["eval", str(tmp_path / "edm"), "--samples", "300", "--steps", "5"])
+    assert scored.exit_code == 0 and "by the features of points" in scored.output

@@ -105,7 +105,7 @@ def real_images(generator: Generator, images: Images) -> Tensor:
     columns = [(images.labels == i % classes).nonzero()[:ROWS, 0] for i in range(COLUMNS if classes else 0)]
     rows = min((len(column) for column in columns), default=0)
     if not rows:  # no classes, or one without images
-        count = enough(generator.spec.image_size, COLUMNS * ROWS)
+        count = enough(images.shape[-1], COLUMNS * ROWS)
         return images.pixels[torch.linspace(0, len(images) - 1, count).long()]
     return images.pixels[torch.stack([column[:rows] for column in columns], dim=1).flatten()]
 
