@@ -81,7 +81,7 @@ class Mixture:
         return x
 
 
-# Four unequal ones, all but 0.02 % of them inside [-1, 1]².
+# Four unequal ones, all but 0.01 % of the points inside [-1, 1]².
 MIXTURE = Mixture(
     weights=(0.35, 0.2, 0.3, 0.15),
     means=((-0.4, -0.3), (0.35, -0.45), (0.4, 0.3), (-0.3, 0.45)),
