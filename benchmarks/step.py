@@ -14,11 +14,11 @@ import torch
 
 from ict.cost import measure
 from ict.data import Images
-from ict.device import make_deterministic, place
 from ict.model import ModelSpec, build_model
 from ict.recipes import find_recipe, load_recipe
 from ict.training.budget import Budget
 from ict.training.loop import new_state, train
+from ict.training.speed import set_up
 
 SHARES = ("cifar10-ict:128", "cifar10-ict-deep:128", "imagenet64-ict:64", "imagenet64-ict-deep:64")
 
@@ -34,10 +34,9 @@ def step_time(name: str, batch: int, *, warm: int = 3, timed: int = 8) -> tuple[
         labels=torch.randint(0, max(1, config.data.classes), (count,)),
         class_names=tuple(map(str, range(max(1, config.data.classes)))),
     )
-    make_deterministic(config.training.deterministic)
     torch.cuda.reset_peak_memory_stats()
     model = build_model(ModelSpec.from_config(config, images.class_names))
-    place(model, "cuda")
+    set_up(config, model, torch.device("cuda"))
     steps = train(config, new_state(config, model), images, Budget(steps=1000))
     for _ in range(warm):
         next(steps)

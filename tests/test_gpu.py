@@ -11,7 +11,7 @@ from helpers import tiny_config
 from rich.console import Console
 
 from ict import rng
-from ict.data import Images, batch_indices
+from ict.data import Images, batch_indices, load_images
 from ict.data.feed import open_feed
 from ict.data.images import PixelFile
 from ict.experiment import run
@@ -23,8 +23,13 @@ from ict.nets.layers import Fir
 from ict.nets.norm import Norm
 from ict.objectives import build_objective
 from ict.objectives.base import Step
+from ict.ranks import ALONE
 from ict.recipes import find_recipe, load_recipe
+from ict.training.budget import Budget
+from ict.training.guard import Guard
 from ict.training.log import RunLog
+from ict.training.loop import new_state, train
+from ict.training.speed import set_up
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -214,3 +219,60 @@ def test_nets_with_fused_layers_are_the_same_nets(recipe):
         found.append([y, *(p.grad.clone() for p in model.parameters())])
     for ours, theirs in zip(*found, strict=True):
         assert (ours - theirs).norm() <= 1e-3 * theirs.norm() + 1e-6
+
+
+@pytest.mark.parametrize("precision", ["float32", "fp16"])
+@pytest.mark.parametrize("kind", ["unet", "ncsnpp", "adm"])
+def test_recorded_steps_are_the_same_to_the_bit(kind, precision, tmp_path):
+    """N rises on the way (3 to 8), and the last steps have another seed, as after a divergence."""
+    weights = []
+    for graphs in (True, False):
+        config = tiny_config(
+            net={"kind": kind, "channels": 64, "attention": [4], "head_channels": 64, "dropout": 0.2},
+            objective={"curriculum": "linear", "s0": 2, "s1": 8},
+            training={"batch": 64, "accumulate": 2, "steps": 24},
+            speed={"graphs": graphs, "precision": precision},
+        )
+        images = load_images(config.data)
+        model = build_model(ModelSpec.from_config(config, tuple("0123456789")))
+        set_up(config, model, torch.device("cuda"))
+        state, levels = new_state(config, model), []
+        for _ in train(config, state, images, Budget(steps=24)):
+            levels.append(state.stats["levels"])
+            state.attempt = int(state.step > 16)
+        assert levels[0] == 3 and levels[-1] == 8
+        weights.append([*model.state_dict().values(), *state.averages[0].weights.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+@pytest.mark.parametrize("teacher", ["student", "ema"])
+def test_the_fused_update_is_the_optimisers(teacher):
+    found = []
+    for fused in (True, False):
+        config = tiny_config(
+            objective={"teacher": teacher}, training={"batch": 64, "steps": 12},
+            speed={"fused_update": fused, "precision": "float32"},
+        )  # fmt: skip
+        model = build_model(ModelSpec.from_config(config, tuple("0123456789")))
+        set_up(config, model, torch.device("cuda"))
+        state = new_state(config, model)
+        for _ in train(config, state, load_images(config.data), Budget(steps=12)):
+            pass
+        target = [] if state.target is None else [*state.target.state_dict().values()]
+        found.append([*model.state_dict().values(), *state.averages[0].weights.values(), *target])
+        assert all(entry["step"] == 12 for entry in state.optimiser.state.values())
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).abs().max() < 1e-4 * max(1e-3, theirs.abs().max())
+
+
+def test_a_scale_that_overflows_is_halved_and_nothing_else_happens():
+    config = tiny_config(training={"batch": 64, "steps": 30}, speed={"precision": "fp16"})
+    model = build_model(ModelSpec.from_config(config, tuple("0123456789")))
+    set_up(config, model, torch.device("cuda"))
+    state, guard = new_state(config, model), Guard(config, ALONE, torch.device("cuda"))
+    guard.state.scale = 2.0**40
+    taken = []
+    for _ in train(config, state, load_images(config.data), Budget(steps=30), guard=guard):
+        taken.append(state.taken)
+    assert not taken[0] and taken[-1] and guard.alarm is None and guard.state.skipped == 0
+    assert guard.state.overflows == taken.count(False) and guard.state.scale == 2.0 ** (40 - guard.state.overflows)

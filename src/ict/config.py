@@ -252,6 +252,24 @@ class TrainingConfig:
         require(0 <= self.snapshots <= 1000, f"training.snapshots = {self.snapshots}: use 0 (none) to 1000")
 
 
+PRECISIONS = ("auto", "float32", "tf32", "fp16", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedConfig:
+    """[speed] How a GPU computes a step. Each choice can be switched off alone; a CPU does without all of them."""
+
+    precision: str = "auto"  # of the net's trunk; "auto": the fastest that is safe at the current N
+    channels_last: bool = True  # the layout that convolutions are fastest in
+    kernels: bool = True  # this project's own kernels for what stands between the convolutions
+    graphs: bool = True  # a step is recorded once (a CUDA graph) and played again
+    fused_update: bool = True  # optimiser and averages in one pass over the weights
+    compile: bool = False  # torch.compile of the net, which then writes its own kernels
+
+    def __post_init__(self) -> None:
+        require(self.precision in PRECISIONS, f"speed.precision = {self.precision!r}: use {', '.join(PRECISIONS)}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """[sampling] How the model is best used."""
@@ -290,6 +308,7 @@ class Config:
     net: NetConfig = field(default_factory=NetConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 

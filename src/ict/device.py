@@ -16,10 +16,10 @@ def make_deterministic(on: bool) -> None:
     torch.backends.cudnn.benchmark = not on
 
 
-def place(module: nn.Module, device: torch.device | str) -> None:
+def place(module: nn.Module, device: torch.device | str, *, channels_last: bool = True) -> None:
     """Move a net to a device; on a GPU also into the layout that its convolutions are fastest in."""
     module.to(device)
-    if torch.device(device).type == "cuda":
+    if channels_last and torch.device(device).type == "cuda":
         module.to(memory_format=torch.channels_last)  # type: ignore
 
 

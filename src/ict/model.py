@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ict.config import Config, ConfigError, DataConfig, NetConfig, NoiseConfig, from_dict, require, to_dict
 from ict.files import DamagedFile
 from ict.nets import build_net
+from ict.precision import trunk
 
 
 class Scalings(NamedTuple):
@@ -53,6 +54,7 @@ class ConsistencyModel(nn.Module):
     ):
         super().__init__()
         self.net, self.noise, self.image_shape, self.classes, self.kind = net, noise, image_shape, classes, kind
+        self.precision = "float32"  # of the net's trunk, see precision.py
 
     @property
     def device(self) -> torch.device:
@@ -68,7 +70,8 @@ class ConsistencyModel(nn.Module):
         boundary = 0.0 if self.kind == "diffusion" else self.noise.sigma_min
         scaled = scalings(sigma, sigma_min=boundary, sigma_data=self.noise.sigma_data)
         c_skip, c_out, c_in = (c.to(x.dtype).reshape(-1, 1, 1, 1) for c in scaled[:3])
-        out = self.net(c_in * x, scaled.c_noise.to(torch.float32), label, key)
+        with trunk(self.precision, x.device):
+            out = self.net(c_in * x, scaled.c_noise.to(torch.float32), label, key)
         return c_skip * x + c_out * out.to(x.dtype)
 
 

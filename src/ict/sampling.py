@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ict import rng
-from ict.config import ConfigError, NoiseConfig, require, suggest
+from ict.config import PRECISIONS, ConfigError, NoiseConfig, require, suggest
 from ict.device import place
 from ict.files import list_checkpoints
 from ict.model import ConsistencyModel, ModelSpec, read_model
 from ict.noise import karras_sigmas
+from ict.precision import pick_precision
 from ict.rng import Stream
 from ict.solvers import heun
 from ict.training.checkpoint import MANIFEST, average_name, check_checkpoint
@@ -120,8 +121,11 @@ class Generator:
     def device(self) -> torch.device:
         return self.model.device
 
-    def to(self, device: torch.device | str) -> "Generator":
+    def to(self, device: torch.device | str, *, precision: str = "auto") -> "Generator":
+        """On another device, with a net that computes in this precision: float32, tf32, fp16, bf16, or what is best."""
+        require(precision in PRECISIONS, f"precision = {precision!r}: use {', '.join(PRECISIONS)}")
         place(self.model, device)
+        self.model.precision = pick_precision(precision, torch.device(device))
         return self
 
     def sample(
@@ -213,9 +217,11 @@ def find_model(path: Path, *, ema: float | None = None) -> Path:
     return folder / average_name(ema)
 
 
-def load(path: str | Path, *, ema: float | None = None, device: torch.device | str = "cpu") -> Generator:
+def load(
+    path: str | Path, *, ema: float | None = None, device: torch.device | str = "cpu", precision: str = "auto"
+) -> Generator:
     """The generator in a model file, a checkpoint or a run's folder: its finished model, or else its newest checkpoint.
 
     `ema` picks one of the averages in the newest checkpoint.
     """
-    return Generator(*read_model(find_model(Path(path), ema=ema))).to(device)
+    return Generator(*read_model(find_model(Path(path), ema=ema))).to(device, precision=precision)

@@ -14,7 +14,7 @@ from ict.nets.norm import Norm
 COMPARE = """
 import torch
 from torch.nn import functional as F
-from ict.nets import fused
+from ict.nets import fused, fused_norm
 from ict.nets.dropout import dropout_mask, layer_keys
 from ict.nets.layers import Fir
 
@@ -30,24 +30,41 @@ for samples, channels, size, groups, silu in [(2, 12, 5, 2, True), (3, 72, 18, 9
     exact = F.silu(exact) if silu else exact
     exact.backward(dy.double())
     ours = [each.detach().float().requires_grad_() for each in inputs]
-    y = fused.norm(*ours, groups=groups, eps=1e-5, silu=silu)
+    y, _, _ = fused_norm.norm(*ours, groups=groups, eps=1e-5, silu=silu)
     y.backward(dy)
     assert (y - exact).abs().max() < 3e-6
     for mine, each in zip(ours, inputs):
         assert (mine.grad - each.grad).abs().max() < 1e-5 * each.grad.abs().max()
 
 x, w, b = (torch.randn(shape, requires_grad=True) for shape in ((2, 8, 4, 4), (8,), (8,)))  # rows for all samples alike
-answers = [fused.norm(x, w, b, None, groups=4, eps=1e-5, silu=True), F.silu(F.group_norm(x, 4, w, b, 1e-5))]
+answers = [fused_norm.norm(x, w, b, None, groups=4, eps=1e-5, silu=True)[0], F.silu(F.group_norm(x, 4, w, b, 1e-5))]
 for mine, theirs in zip(*(torch.autograd.grad(y.cos().sum(), (x, w, b)) for y in answers)):
     assert (mine - theirs).abs().max() < 1e-5
 
 key = torch.arange(2) * 77 - 5
 keys, mask = layer_keys(key, salt=3), dropout_mask(x.shape, key, p=0.3, salt=3)
 plain = torch.where(mask, F.silu(F.group_norm(x, 4, w, b, 1e-5)) / 0.7, 0)
-answers = [fused.norm(x, w, b, None, groups=4, eps=1e-5, silu=True, keys=keys, p=0.3), plain]
+answers = [fused_norm.norm(x, w, b, None, groups=4, eps=1e-5, silu=True, keys=keys, p=0.3)[0], plain]
 assert torch.equal(answers[0] == 0, answers[1] == 0)
 for mine, theirs in zip(*(torch.autograd.grad(y.cos().sum(), (x, w, b)) for y in answers)):
     assert (mine - theirs).abs().max() < 1e-5
+
+for first, second, groups in [(8, 4, 3), (40, 56, 8), (24, 30, 3)]:  # two maps as one, and what flows past
+    shapes = ((2, first, 9, 7), (2, second, 9, 7), (first + second,), (first + second,))
+    x, o, w, b = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    c = torch.randn(3, 2, first + second, 9, 7)
+    both = torch.cat((x, o), dim=1)
+    plain = (F.silu(F.group_norm(both, groups, w, b, 1e-5)) * c[0]).sum() + (both.sin() * c[1]).sum()
+    y, x2, o2 = fused_norm.norm(x, w, b, None, groups=groups, eps=1e-5, silu=True, other=o)
+    ours = (y * c[0]).sum() + (torch.cat((x2, o2), dim=1).sin() * c[1]).sum()
+    assert abs(ours - plain) < 1e-3
+    for mine, theirs in zip(*(torch.autograd.grad(l, (x, o, w, b)) for l in (ours, plain))):
+        assert (mine - theirs).abs().max() < 3e-5
+    y, x2, o2 = fused_norm.norm(x, w, b, None, groups=groups, eps=1e-5, silu=True, other=o)
+    plain = (F.silu(F.group_norm(torch.cat((x, o), dim=1), groups, w, b, 1e-5)) * c[0]).sum() + o.sin().sum()
+    ours = (y * c[0]).sum() + o2.sin().sum()
+    for mine, theirs in zip(*(torch.autograd.grad(l, (x, o)) for l in (ours, plain))):  # only one of them goes past
+        assert (mine - theirs).abs().max() < 3e-5
 
 for options in ({"up": 2}, {"down": 2}, {"padding": 2}):
     for size in (4, 6):
@@ -57,11 +74,22 @@ for options in ({"up": 2}, {"down": 2}, {"padding": 2}):
         ours, theirs = (torch.autograd.grad(y.cos().sum(), x)[0] for y in answers)
         assert (ours - theirs).abs().max() < 1e-5
 
-x, h, bias = (torch.randn(shape, requires_grad=True) for shape in ((2, 6, 3, 3), (2, 6, 3, 3), (6,)))
-answers = [(x + h + bias[:, None, None]) * 0.5, fused.join(x, h, bias, scale=0.5)]
-assert (answers[0] - answers[1]).abs().max() < 1e-6
-for mine, theirs in zip(*(torch.autograd.grad(y.cos().sum(), (x, h, bias)) for y in answers)):
-    assert (mine - theirs).abs().max() < 1e-5
+for scale, size in ((0.5, 3), (1.0, 13)):
+    x, h, bias = (torch.randn(shape, requires_grad=True) for shape in ((2, 6, size, size), (2, 6, size, size), (6,)))
+    answers = [(x + h + bias[:, None, None]) * scale, fused.join(x, h, bias, scale=scale)]
+    assert (answers[0] - answers[1]).abs().max() < 1e-6
+    for mine, theirs in zip(*(torch.autograd.grad(y.cos().sum(), (x, h, bias), retain_graph=True) for y in answers)):
+        assert (mine - theirs).abs().max() < 3e-5
+    # a norm of it uses the sums that it remembers
+    x2 = torch.randn(2, 6, size, size)
+    assert fused.recall(answers[1]) is not None
+    plain = F.group_norm(torch.cat((answers[0] + 5, x2), dim=1), 4, eps=1e-5)
+    moved = fused.join(x, h, bias + 5 / scale, scale=scale)
+    ours = fused_norm.norm(moved, torch.ones(12), torch.zeros(12), None, groups=4, eps=1e-5, silu=False, other=x2)[0]
+    assert (ours - plain).abs().max() < 1e-4
+    ours = fused_norm.norm(x2, torch.ones(12), torch.zeros(12), None, groups=4, eps=1e-5, silu=False, other=moved)[0]
+    plain = F.group_norm(torch.cat((x2, answers[0] + 5), dim=1), 4, eps=1e-5)
+    assert (ours - plain).abs().max() < 1e-4
 """
 
 

@@ -12,8 +12,9 @@ from ict.model import ModelSpec, build_model
 from ict.objectives import build_objective
 from ict.training.budget import Budget
 from ict.training.ema import WeightAverage, ramped_decay
-from ict.training.loop import TrainState, load_batch, new_state, train
+from ict.training.loop import TrainState, new_state, train
 from ict.training.optimiser import learning_rate
+from ict.training.passes import load_batch
 from ict.training.plan import Plan
 
 

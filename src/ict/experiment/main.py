@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ict.config import Config, ConfigError, require
 from ict.data import Images, load_images
-from ict.device import make_deterministic, pick_device, place
+from ict.device import pick_device
 from ict.display import DataProgress, LastingConsole, TrainingDisplay, format_time
 from ict.evaluation.evaluate import open_judge
 from ict.evaluation.judge import Judge
@@ -28,10 +28,12 @@ from ict.training.checkpoint import Found, restore, surroundings
 from ict.training.guard import Guard
 from ict.training.interrupt import Interrupt, Stopped
 from ict.training.log import RunLog, TrainingFailed
-from ict.training.loop import TrainState, load_batch, new_state, train
+from ict.training.loop import TrainState, new_state, train
 from ict.training.optimiser import learning_rate
+from ict.training.passes import load_batch
 from ict.training.plan import Plan
 from ict.training.saver import Saver
+from ict.training.speed import set_up
 
 
 def run(
@@ -88,10 +90,8 @@ def run_on(
     judge = judge_of(config, images, where)
     if resume and ranks.main:
         read_records(folder / "eval.json")  # damaged: said now, not after hours
-    if where.type == "cuda":
-        make_deterministic(config.training.deterministic)
     model = fresh_model(config, spec)
-    place(model, where)
+    set_up(config, model, where)
     state = new_state(config, model, ranks=ranks)
     rehearse(config, state, images, ranks)
     ranks.wait()
@@ -190,7 +190,7 @@ def take_steps(this: Run, plan: Plan, display: TrainingDisplay, interrupt: Inter
     scores, due = this.config.evaluation.times, False
     steps = train(
         this.config, state, this.images, budget, ranks=this.ranks, guard=this.guard,
-        asked=lambda: interrupt.asked or 0,
+        asked=lambda: interrupt.asked or 0, warn=this.warn,
     )  # fmt: skip
     for _ in steps:
         if this.guard.alarm is not None:

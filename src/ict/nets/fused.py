@@ -1,13 +1,6 @@
-"""Kernels for feature maps in channels_last on a GPU. GroupNorm with what stands around it is two passes over them:
+"""Kernels for feature maps in channels_last on a GPU: the FIR filter, and the sum of two paths. See fused_norm.py.
 
-    y = silu(w (x + a − mean) / deviation + b), mean and deviation over a group of channels
-
-w, b and a are one number a channel, or one a sample and channel. A first kernel sums every channel's pixels, a small
-one turns the sums into a scale and a shift for each channel, and a third maps the pixels. So every size of group is
-served alike, nothing is added in a changing order, and of all the steps between only x is kept for the way back, which
-goes the same way.
-
-Triton comes with torch's builds for NVIDIA GPUs. Sums are in float32, about each channel's first pixel.
+Triton comes with torch's builds for NVIDIA GPUs.
 """
 
 import torch
@@ -15,268 +8,24 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
-from ict.nets.dropout import threshold
-
-PIXELS = 256  # that one program of the first pass sums
+PIXELS = 256  # that one program sums
 
 
-@triton.jit
-def _places(pixels, channels, span: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr):
-    """This program's first pixels, its channels, where its sample begins, and where its row of [B, C]."""
-    sample = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(2) * wide + tl.arange(0, wide)
-    return (
-        tl.program_id(1) * span + tl.arange(0, tall),
-        channel,
-        sample * pixels * channels,
-        sample * channels + channel,
-    )
-
-
-@triton.jit
-def _slope(u, silu: tl.constexpr):
-    """The derivative of silu at u."""
-    if silu:
-        s = tl.sigmoid(u)
-        return s * (1 + u * (1 - s))
-    else:
-        return u * 0 + 1
-
-
-@triton.jit
-def _mix(x):
-    """The hash of `dropout.py`, in int32 arithmetic that wraps."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975
-    return x ^ ((x >> 16) & 0xFFFF)
-
-
-@triton.jit
-def _kept(keys, pixel, channel, pixels, threshold, p):
-    """What dropout multiplies each element of a tile with: 0 or 1 / (1 − p)."""
-    element = _mix(channel[None, :] * pixels + pixel[:, None])
-    word = _mix(element ^ tl.load(keys + tl.program_id(0)))
-    return tl.where((word & 0xFFFFFF) >= threshold, 1 / (1 - p), 0.0)
-
-
-@triton.jit
-def _sum_kernel(x, first, second, pixels, channels, span: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr):
-    """Σ (x − x₀) and Σ (x − x₀)² of every channel over span pixels, x₀ its first pixel."""
-    pixel, channel, base, _ = _places(pixels, channels, span, tall, wide)
-    inside = channel < channels
-    centre = tl.load(x + base + channel, inside, 0.0).to(tl.float32)
-    one, two = tl.zeros([tall, wide], tl.float32), tl.zeros([tall, wide], tl.float32)
-    for _ in range(span // tall):
-        mask = (pixel < pixels)[:, None] & inside[None, :]
-        value = tl.load(x + base + pixel[:, None] * channels + channel[None, :], mask, 0.0).to(tl.float32)
-        value = tl.where(mask, value - centre[None, :], 0.0)
-        one, two = one + value, two + value * value
-        pixel += tall
-    part = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * channels + channel
-    tl.store(first + part, tl.sum(one, 0), inside)
-    tl.store(second + part, tl.sum(two, 0), inside)
-
-
-@triton.jit
-def _finish_kernel(
-    x, first, second, weight, bias, added, rows, weight_row, bias_row, added_row, parts, pixels, channels, size, eps,
-    adds: tl.constexpr, wide: tl.constexpr,
-):  # fmt: skip
-    """From the sums of one sample and group: y = silu(scale x + shift), and what the way back needs of it."""
-    sample, k = tl.program_id(0).to(tl.int64), tl.arange(0, wide)
-    channel, inside = tl.program_id(1) * size + k, k < size
-    one, two = tl.zeros([wide], tl.float32), tl.zeros([wide], tl.float32)
-    for part in range(parts):
-        place = (sample * parts + part) * channels + channel
-        one += tl.load(first + place, inside, 0.0)
-        two += tl.load(second + place, inside, 0.0)
-    one, two = one / pixels, two / pixels
-    a = tl.zeros([wide], tl.float32)
-    if adds:
-        a = tl.load(added + sample * added_row + channel, inside, 0.0)
-    centre = tl.load(x + sample * pixels * channels + channel, inside, 0.0).to(tl.float32) + one + a  # of each channel
-    mean = tl.sum(tl.where(inside, centre, 0.0), 0) / size
-    spread = two - one * one + (centre - mean) * (centre - mean)
-    rate = 1 / tl.sqrt(tl.sum(tl.where(inside, spread, 0.0), 0) / size + eps)
-    scale = tl.load(weight + sample * weight_row + channel, inside, 0.0) * rate
-    shift = tl.load(bias + sample * bias_row + channel, inside, 0.0) + scale * (a - mean)
-    row, plane = rows + sample * channels + channel, tl.num_programs(0).to(tl.int64) * channels
-    tl.store(row, scale, inside)
-    tl.store(row + plane, shift, inside)
-    tl.store(row + 2 * plane, mean - a, inside)
-    tl.store(row + 3 * plane, centre - mean, inside)
-    tl.store(row + 4 * plane, rate + a * 0, inside)
-
-
-@triton.jit
-def _finish_back_kernel(first, second, rows, grads, parts, pixels, channels, size, wide: tl.constexpr):
-    """From the sums of one sample and group: the gradients of bias, weight and added; and dx = scale g + bend (x −
-    middle) + level."""
-    sample, k = tl.program_id(0).to(tl.int64), tl.arange(0, wide)
-    channel, inside = tl.program_id(1) * size + k, k < size
-    dbias, moment = tl.zeros([wide], tl.float32), tl.zeros([wide], tl.float32)
-    for part in range(parts):
-        place = (sample * parts + part) * channels + channel
-        dbias += tl.load(first + place, inside, 0.0)
-        moment += tl.load(second + place, inside, 0.0)
-    row, plane = sample * channels + channel, tl.num_programs(0).to(tl.int64) * channels
-    scale, offset = tl.load(rows + row, inside, 0.0), tl.load(rows + row + 3 * plane, inside, 0.0)
-    rate = tl.load(rows + row + 4 * plane, inside, 0.0)
-    dweight = moment * rate
-    level = -tl.sum(scale * dbias, 0) / (size * pixels)
-    bend = -rate * (tl.sum(scale * dweight, 0) / (size * pixels))
-    tl.store(grads + row, dbias, inside)
-    tl.store(grads + row + plane, dweight, inside)
-    tl.store(grads + row + 2 * plane, scale * dbias + pixels * (bend * offset + level), inside)
-    tl.store(grads + row + 3 * plane, bend, inside)
-    tl.store(grads + row + 4 * plane, level + bend * 0, inside)
-
-
-@triton.jit
-def _map_kernel(
-    x, y, scale, shift, keys, threshold, p, pixels, channels,
-    silu: tl.constexpr, drops: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
-):  # fmt: skip
-    """silu(scale x + shift), with a scale and a shift for each sample and channel; then dropout."""
-    pixel, channel, base, row = _places(pixels, channels, tall, tall, wide)
-    inside = channel < channels
-    mask = (pixel < pixels)[:, None] & inside[None, :]
-    place = base + pixel[:, None] * channels + channel[None, :]
-    u = tl.load(x + place, mask, 0.0).to(tl.float32)
-    u = u * tl.load(scale + row, inside, 0.0)[None, :] + tl.load(shift + row, inside, 0.0)[None, :]
-    if silu:
-        u = u * tl.sigmoid(u)
-    if drops:
-        u *= _kept(keys, pixel, channel, pixels, threshold, p)
-    tl.store(y + place, u.to(y.dtype.element_ty), mask)
-
-
-@triton.jit
-def _sum_back_kernel(
-    x, dy, scale, shift, centre, keys, threshold, p, first, second, pixels, channels,
-    silu: tl.constexpr, drops: tl.constexpr, span: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
-):  # fmt: skip
-    """With g the gradient before the silu: Σ g and Σ g (x − centre) of every channel over span pixels."""
-    pixel, channel, base, row = _places(pixels, channels, span, tall, wide)
-    inside = channel < channels
-    a, b = tl.load(scale + row, inside, 0.0)[None, :], tl.load(shift + row, inside, 0.0)[None, :]
-    middle = tl.load(centre + row, inside, 0.0)[None, :]
-    one, two = tl.zeros([tall, wide], tl.float32), tl.zeros([tall, wide], tl.float32)
-    for _ in range(span // tall):
-        mask = (pixel < pixels)[:, None] & inside[None, :]
-        place = base + pixel[:, None] * channels + channel[None, :]
-        value = tl.load(x + place, mask, 0.0).to(tl.float32)
-        g = tl.load(dy + place, mask, 0.0).to(tl.float32) * _slope(a * value + b, silu)
-        if drops:
-            g *= _kept(keys, pixel, channel, pixels, threshold, p)
-        one, two = one + g, two + g * (value - middle)
-        pixel += tall
-    part = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * channels + channel
-    tl.store(first + part, tl.sum(one, 0), inside)
-    tl.store(second + part, tl.sum(two, 0), inside)
-
-
-@triton.jit
-def _map_back_kernel(
-    x, dy, dx, scale, shift, centre, bend, level, keys, threshold, p, pixels, channels,
-    silu: tl.constexpr, drops: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
-):  # fmt: skip
-    """dx = scale g + bend (x − centre) + level."""
-    pixel, channel, base, row = _places(pixels, channels, tall, tall, wide)
-    inside = channel < channels
-    mask = (pixel < pixels)[:, None] & inside[None, :]
-    place = base + pixel[:, None] * channels + channel[None, :]
-    value = tl.load(x + place, mask, 0.0).to(tl.float32)
-    a, b = tl.load(scale + row, inside, 0.0)[None, :], tl.load(shift + row, inside, 0.0)[None, :]
-    g = tl.load(dy + place, mask, 0.0).to(tl.float32) * _slope(a * value + b, silu)
-    if drops:
-        g *= _kept(keys, pixel, channel, pixels, threshold, p)
-    value -= tl.load(centre + row, inside, 0.0)[None, :]
-    out = a * g + tl.load(bend + row, inside, 0.0)[None, :] * value
-    out += tl.load(level + row, inside, 0.0)[None, :]
-    tl.store(dx + place, out.to(dx.dtype.element_ty), mask)
-
-
-def _tile(x: Tensor) -> tuple[int, int, int, int, int]:
+def tile(x: Tensor) -> tuple[int, int, int, int, int]:
     """Samples, pixels and channels of x [B, H, W, C], and the pixels and channels of a tile."""
     samples, height, width, channels = x.shape
     wide = min(64, triton.next_power_of_2(channels))
     return samples, height * width, channels, max(1, min(64, 4096 // wide)), wide
 
 
-def _sums(kernel, x: Tensor, *others: Tensor | float, **options: bool) -> tuple[Tensor, Tensor]:
-    """What a summing kernel finds -> two tensors, float32 [B, parts, C]."""
-    samples, pixels, channels, tall, wide = _tile(x)
-    parts = triton.cdiv(pixels, PIXELS)
-    first, second = torch.empty(2, samples, parts, channels, device=x.device).unbind()
-    grid = (samples, parts, triton.cdiv(channels, wide))
-    kernel[grid](x, *others, first, second, pixels, channels, **options, span=PIXELS, tall=tall, wide=wide)
-    return first, second
-
-
-def _map(kernel, x: Tensor, *others: Tensor | float, **options: bool) -> None:
-    samples, pixels, channels, tall, wide = _tile(x)
-    grid = (samples, triton.cdiv(pixels, tall), triton.cdiv(channels, wide))
-    kernel[grid](x, *others, pixels, channels, **options, tall=tall, wide=wide)
-
-
-class _Norm(torch.autograd.Function):
-    """x [B, H, W, C], contiguous; weight, bias and added float32 [C] or [B, C]."""
-
-    @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor, added: Tensor | None, keys: Tensor | None,
-        groups: int, eps: float, silu: bool, p: float,
-    ) -> Tensor:  # fmt: skip
-        samples, height, width, channels = x.shape
-        first, second = _sums(_sum_kernel, x)
-        rows, size = torch.empty(5, samples, channels, device=x.device), channels // groups
-        strides = [0 if each is None or each.ndim == 1 else channels for each in (weight, bias, added)]
-        _finish_kernel[samples, groups](
-            x, first, second, weight, bias, bias if added is None else added, rows, *strides, first.shape[1],
-            height * width, channels, size, eps, adds=added is not None, wide=triton.next_power_of_2(size),
-        )  # fmt: skip
-        y = torch.empty_like(x)
-        drop = (x if keys is None else keys, threshold(p), p)
-        _map(_map_kernel, x, y, rows[0], rows[1], *drop, silu=silu, drops=keys is not None)
-        ctx.save_for_backward(x, rows, keys)
-        ctx.groups, ctx.silu, ctx.p = groups, silu, p
-        ctx.dims = weight.ndim, bias.ndim, 0 if added is None else added.ndim
-        return y
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):  # type: ignore
-        x, rows, keys = ctx.saved_tensors
-        drop, options = (
-            (x if keys is None else keys, threshold(ctx.p), ctx.p),
-            {"silu": ctx.silu, "drops": keys is not None},
-        )
-        samples, height, width, channels = x.shape
-        dy, size = dy.contiguous(), channels // ctx.groups
-        scale, shift, middle = rows[0], rows[1], rows[2]
-        first, second = _sums(_sum_back_kernel, x, dy, scale, shift, middle, *drop, **options)
-        grads = torch.empty_like(rows)
-        _finish_back_kernel[samples, ctx.groups](
-            first, second, rows, grads, first.shape[1], height * width, channels, size,
-            wide=triton.next_power_of_2(size),
-        )  # fmt: skip
-        dbias, dweight, dadded, bend, level = grads.unbind()
-        dx = torch.empty_like(x)
-        _map(_map_back_kernel, x, dy, dx, scale, shift, middle, bend, level, *drop, **options)
-        found = zip((dweight, dbias, dadded), ctx.dims, strict=True)
-        return dx, *((None, each.sum(0), each)[ndim] for each, ndim in found), *[None] * 5
-
-
-def norm(
-    x: Tensor, weight: Tensor, bias: Tensor, added: Tensor | None, *, groups: int, eps: float, silu: bool,
-    keys: Tensor | None = None, p: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """x [B, C, H, W] -> the same shape in channels_last; weight, bias and added are [C] or [B, C].
-
-    With keys (int32 [B], from `Dropout.keys`) a share p of the elements is dropped.
-    """
-    rows = [None if each is None else each.float().contiguous() for each in (weight, bias, added)]
-    return _Norm.apply(x.permute(0, 2, 3, 1).contiguous(), *rows, keys, groups, eps, silu, p).permute(0, 3, 1, 2)
+@triton.jit
+def _places(pixels, channels, tall: tl.constexpr, wide: tl.constexpr):
+    """This program's pixels, its channels, and where its sample begins."""
+    return (
+        tl.program_id(1) * tall + tl.arange(0, tall),
+        tl.program_id(2) * wide + tl.arange(0, wide),
+        tl.program_id(0).to(tl.int64) * pixels * channels,
+    )
 
 
 # --- the filter [1, 3, 3, 1] in both directions
@@ -288,7 +37,7 @@ def _fir_kernel(
     up: tl.constexpr, down: tl.constexpr, padding: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     """y[o] = Σ taps[i] x[(o · down + i − padding) / up], where that is a whole place inside."""
-    pixel, channel, base, _ = _places(height * width, channels, tall, tall, wide)
+    pixel, channel, base = _places(height * width, channels, tall, wide)
     inside = channel < channels
     row, column = pixel // width, pixel % width
     source = tl.program_id(0).to(tl.int64) * old_height * old_width * channels
@@ -312,7 +61,7 @@ class _Fir(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, size: tuple[int, int], up: int, down: int, padding: int, gain: float) -> Tensor:
         y = torch.empty(x.shape[0], *size, x.shape[3], dtype=x.dtype, device=x.device)
-        samples, pixels, channels, tall, wide = _tile(y)
+        samples, pixels, channels, tall, wide = tile(y)
         _fir_kernel[samples, triton.cdiv(pixels, tall), triton.cdiv(channels, wide)](
             x, y, *x.shape[1:3], *size, channels, gain, up=up, down=down, padding=padding, tall=tall, wide=wide
         )
@@ -337,37 +86,106 @@ def fir(x: Tensor, *, up: int, down: int, padding: int) -> Tensor:
 
 
 @triton.jit
-def _join_kernel(x, other, y, bias, scale, pixels, channels, tall: tl.constexpr, wide: tl.constexpr):
-    """(x + other + bias) · scale."""
-    pixel, channel, base, _ = _places(pixels, channels, tall, tall, wide)
-    inside = channel < channels
-    mask = (pixel < pixels)[:, None] & inside[None, :]
-    place = base + pixel[:, None] * channels + channel[None, :]
+def _joined(x, other, y, place, mask, bias, scale):
+    """(x + other + bias) · scale at some places, rounded as y will hold it."""
     total = tl.load(x + place, mask, 0.0).to(tl.float32) + tl.load(other + place, mask, 0.0).to(tl.float32)
-    total = (total + tl.load(bias + channel, inside, 0.0).to(tl.float32)[None, :]) * scale
-    tl.store(y + place, total.to(y.dtype.element_ty), mask)
+    return ((total + bias) * scale).to(y.dtype.element_ty)
+
+
+@triton.jit
+def _join_kernel(
+    x, other, y, bias, first, second, scale, pixels, channels,
+    span: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
+    """(x + other + bias) · scale over span pixels; and Σ (y − y₀) and Σ (y − y₀)² of every channel, y₀ its first pixel,
+    for the norm that comes next."""
+    sample, channel = tl.program_id(0).to(tl.int64), tl.program_id(2) * wide + tl.arange(0, wide)
+    inside, pixel = channel < channels, tl.program_id(1) * span + tl.arange(0, tall)
+    base = sample * pixels * channels
+    added = tl.load(bias + channel, inside, 0.0).to(tl.float32)
+    centre = _joined(x, other, y, base + channel, inside, added, scale).to(tl.float32)
+    one, two = tl.zeros([tall, wide], tl.float32), tl.zeros([tall, wide], tl.float32)
+    for _ in range(span // tall):
+        mask = (pixel < pixels)[:, None] & inside[None, :]
+        place = base + pixel[:, None] * channels + channel[None, :]
+        value = _joined(x, other, y, place, mask, added[None, :], scale)
+        tl.store(y + place, value, mask)
+        value = tl.where(mask, value.to(tl.float32) - centre[None, :], 0.0)
+        one, two = one + value, two + value * value
+        pixel += tall
+    part = (sample * tl.num_programs(1) + tl.program_id(1)) * channels + channel
+    tl.store(first + part, tl.sum(one, 0), inside)
+    tl.store(second + part, tl.sum(two, 0), inside)
+
+
+@triton.jit
+def _join_back_kernel(
+    dy, g, sums, scale, pixels, channels, scales: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr
+):
+    """g = dy · scale, and its sum over the pixels of one sample."""
+    channel = tl.program_id(1) * wide + tl.arange(0, wide)
+    inside, pixel = channel < channels, tl.arange(0, tall)
+    sample = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([tall, wide], tl.float32)
+    for _ in range(0, pixels, tall):
+        mask = (pixel < pixels)[:, None] & inside[None, :]
+        place = sample * pixels * channels + pixel[:, None] * channels + channel[None, :]
+        value = tl.load(dy + place, mask, 0.0).to(tl.float32) * scale
+        if scales:
+            tl.store(g + place, value.to(g.dtype.element_ty), mask)
+        total += value
+        pixel += tall
+    tl.store(sums + sample * channels + channel, tl.sum(total, 0), inside)
 
 
 class _Join(torch.autograd.Function):
-    """x and other [B, H, W, C], contiguous; bias [C]."""
+    """x and other [B, H, W, C], contiguous and of one kind; bias [C]."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, other: Tensor, bias: Tensor, scale: float) -> Tensor:
+    def forward(ctx, x: Tensor, other: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         y = torch.empty_like(other)
         ctx.scale, ctx.kinds = scale, (x.dtype, other.dtype, bias.dtype)
-        samples, pixels, channels, tall, wide = _tile(x)
-        _join_kernel[samples, triton.cdiv(pixels, tall), triton.cdiv(channels, wide)](
-            x, other, y, bias, scale, pixels, channels, tall=tall, wide=wide
+        samples, pixels, channels, tall, wide = tile(x)
+        parts = triton.cdiv(pixels, PIXELS)
+        sums = torch.empty(2, samples, parts, channels, device=x.device)
+        _join_kernel[samples, parts, triton.cdiv(channels, wide)](
+            x, other, y, bias, sums[0], sums[1], scale, pixels, channels, span=PIXELS, tall=tall, wide=wide
         )
-        return y
+        ctx.mark_non_differentiable(sums)
+        return y, sums
 
     @staticmethod
-    def backward(ctx, dy: Tensor):  # type: ignore
-        g, (first, second, third) = dy * ctx.scale, ctx.kinds
-        return g.to(first), g.to(second), g.sum((0, 1, 2), dtype=torch.float32).to(third), None
+    def backward(ctx, dy: Tensor, _: Tensor | None):  # type: ignore
+        (first, second, third), dy = ctx.kinds, dy.contiguous()
+        samples, pixels, channels, tall, wide = tile(dy)
+        sums = torch.empty(samples, channels, device=dy.device)
+        g = dy if ctx.scale == 1 else torch.empty_like(dy)
+        _join_back_kernel[samples, triton.cdiv(channels, wide)](
+            dy, g, sums, ctx.scale, pixels, channels, scales=ctx.scale != 1, tall=tall, wide=wide
+        )
+        return g.to(first), g.to(second), add_rows(sums).to(third), None
+
+
+def add_rows(rows: Tensor) -> Tensor:
+    """The sum over samples of float32 [B, n] -> [n]: as a product, which is faster than torch's sum here."""
+    return (torch.ones(1, len(rows), device=rows.device) @ rows)[0]
 
 
 def join(x: Tensor, other: Tensor, bias: Tensor, *, scale: float) -> Tensor:
-    """(x + other + bias) · scale -> [B, C, H, W] in channels_last, of the kind that `other` has."""
+    """(x + other + bias) · scale -> [B, C, H, W] in channels_last, of the kind that `other` has.
+
+    The map remembers the sums that its norm will need.
+    """
     paths = (each.permute(0, 2, 3, 1).contiguous() for each in (x, other))
-    return _Join.apply(*paths, bias, scale).permute(0, 3, 1, 2)
+    y, sums = _Join.apply(*paths, bias, scale)
+    return remember(y.permute(0, 3, 1, 2), sums)
+
+
+def remember(x: Tensor, sums: Tensor | None) -> Tensor:
+    """Let a map carry its sums along: float32 [2, B, parts, C], see `_join_kernel`."""
+    x._ict_sums = sums  # type: ignore
+    return x
+
+
+def recall(x: Tensor | None) -> Tensor | None:
+    return getattr(x, "_ict_sums", None)

@@ -11,6 +11,12 @@ from torch import Tensor
 _wanted = True
 
 
+def use_kernels(on: bool) -> None:
+    """Switch this project's kernels on (as they are at first) or off."""
+    global _wanted
+    _wanted = on
+
+
 @contextmanager
 def plain_layers() -> Iterator[None]:
     """Inside, all layers are torch's own also on a GPU: for comparing, and for derivatives that the kernels lack."""

@@ -15,6 +15,9 @@ from ict.config import require
 from ict.nets.dropout import Dropout
 from ict.nets.kernels import kernels_for
 from ict.nets.norm import Norm
+from ict.precision import exact
+
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def zero_(module: nn.Module) -> nn.Module:
@@ -90,21 +93,24 @@ class ResidualBlock(nn.Module):
         projected = inputs != outputs or (resample is not None and style.project_resampled)
         self.skip = style.start(nn.Conv2d(inputs, outputs, 1)) if projected else nn.Identity()
 
-    def forward(self, x: Tensor, embedding: Tensor, key: Tensor | None) -> Tensor:
-        h = self.norm1(x, silu=True)
+    def forward(self, x: Tensor, embedding: Tensor, key: Tensor | None, other: Tensor | None = None) -> Tensor:
+        """x [B, C, H, W], or x and other whose channels follow each other."""
+        h, x, other = self.norm1.past(x, other, silu=True)
         if self.resample is not None:
             h, x = self.resample(h), self.resample(x)
-        h, e, bias = F.conv2d(h, self.conv1.weight, padding=1), self.embed(embedding), self.conv1.bias
+        h, bias = F.conv2d(h, self.conv1.weight, padding=1), self.conv1.bias
+        with exact(embedding):
+            e = self.embed(embedding)
         if self.style.scale_shift:
             scale, shift = e.chunk(2, dim=1)
             h = self.norm2(h, added=bias, scale=scale, shift=shift, silu=True, dropout=self.dropout, key=key)
         else:
             h = self.norm2(h, added=e + bias, silu=True, dropout=self.dropout, key=key)
         if kernels_for(h):
-            return self.join(x, h)
+            return self.join(x, other, h)
         return (self.skip(x) + self.conv2(h)) * self.style.skip_scale
 
-    def join(self, x: Tensor, h: Tensor) -> Tensor:
+    def join(self, x: Tensor, other: Tensor | None, h: Tensor) -> Tensor:
         """The same sum of the two paths, with the biases of their last convolutions added on the way."""
         from ict.nets import fused
 
@@ -112,8 +118,28 @@ class ResidualBlock(nn.Module):
         assert bias is not None
         if isinstance(self.skip, nn.Conv2d):
             assert self.skip.bias is not None
-            x, bias = F.conv2d(x, self.skip.weight), bias + self.skip.bias
+            x, bias = project(x, other, self.skip.weight), bias + self.skip.bias
         return fused.join(x, h, bias, scale=self.style.skip_scale)
+
+
+def pointwise(x: Tensor, conv: nn.Conv2d) -> Tensor:
+    """A 1×1 convolution; in half precision on a GPU as a product, which adds the bias on the way."""
+    if not kernels_for(x) or x.dtype not in HALVES:
+        return conv(x)
+    return F.linear(x.permute(0, 2, 3, 1), conv.weight.flatten(1), conv.bias).permute(0, 3, 1, 2)
+
+
+def project(x: Tensor, other: Tensor | None, weight: Tensor) -> Tensor:
+    """A 1×1 convolution of x, or of x and other whose channels follow each other."""
+    if other is None:
+        return F.conv2d(x, weight)
+    first, second = weight.split((x.shape[1], other.shape[1]), dim=1)
+    x = F.conv2d(x, first)
+    if x.dtype not in HALVES:
+        return x + F.conv2d(other, second)
+    b, c, height, width = x.shape
+    rows, others = (each.permute(0, 2, 3, 1).flatten(0, 2) for each in (x, other))
+    return torch.addmm(rows, others, second.flatten(1).t()).view(b, height, width, c).permute(0, 3, 1, 2)
 
 
 class Attention(nn.Module):
@@ -128,15 +154,22 @@ class Attention(nn.Module):
         )
         self.skip_scale = style.skip_scale
         self.norm = style.norm(channels)
-        self.qkv = style.attend(nn.Conv2d(channels, 3 * channels, 1))
-        self.out = style.end(nn.Conv2d(channels, channels, 1))
+        self.qkv = cast(nn.Conv2d, style.attend(nn.Conv2d(channels, 3 * channels, 1)))
+        self.out = cast(nn.Conv2d, style.end(nn.Conv2d(channels, channels, 1)))
 
     def forward(self, x: Tensor) -> Tensor:
         b, c, height, width = x.shape
-        qkv = self.qkv(self.norm(x)).reshape(b, 3, self.heads, c // self.heads, height * width)
-        q, k, v = qkv.transpose(-1, -2).unbind(1)  # [B, heads, pixels, channels of a head]
-        h = F.scaled_dot_product_attention(q, k, v)
-        return (x + self.out(h.transpose(-1, -2).reshape(b, c, height, width))) * self.skip_scale
+        h, x, _ = self.norm.past(x)
+        # Pixels first: so all are views of a map in channels_last, and their gradients are one.
+        qkv = pointwise(h, self.qkv).permute(0, 2, 3, 1).reshape(b, height * width, 3, self.heads, c // self.heads)
+        q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # [B, heads, pixels, channels of a head]
+        h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, height, width, c).permute(0, 3, 1, 2)
+        if kernels_for(h):
+            from ict.nets import fused
+
+            assert self.out.bias is not None
+            return fused.join(x, F.conv2d(h, self.out.weight), self.out.bias, scale=self.skip_scale)
+        return (x + self.out(h)) * self.skip_scale
 
 
 class Stage(nn.Module):
@@ -146,8 +179,8 @@ class Stage(nn.Module):
         super().__init__()
         self.block, self.attention = block, attention
 
-    def forward(self, x: Tensor, embedding: Tensor, key: Tensor | None) -> Tensor:
-        x = self.block(x, embedding, key)
+    def forward(self, x: Tensor, embedding: Tensor, key: Tensor | None, other: Tensor | None = None) -> Tensor:
+        x = self.block(x, embedding, key, other)
         return x if self.attention is None else self.attention(x)
 
 
@@ -157,6 +190,9 @@ class Stage(nn.Module):
 def double(x: Tensor) -> Tensor:
     """Each pixel four times, by `expand`: the gradient of `interpolate` is not the same twice on a GPU."""
     b, c, height, width = x.shape
+    if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():  # and it stays so
+        x = x.permute(0, 2, 3, 1)[:, :, None, :, None].expand(b, height, 2, width, 2, c)
+        return x.reshape(b, 2 * height, 2 * width, c).permute(0, 3, 1, 2)
     return x[:, :, :, None, :, None].expand(b, c, height, 2, width, 2).reshape(b, c, 2 * height, 2 * width)
 
 

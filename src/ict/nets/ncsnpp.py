@@ -11,7 +11,6 @@ import functools
 import math
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from ict.config import NetConfig
@@ -132,7 +131,7 @@ class NCSNpp(nn.Module):
             h = stage(h, embedding, key)
         for level, blocks in enumerate(self.up):
             for block in cast(nn.ModuleList, blocks):
-                h = block(torch.cat((h, skips.pop()), dim=1), embedding, key)
+                h = block(h, embedding, key, skips.pop())
             h = self.attend[level](h)
             if level < len(self.grow):
                 h = self.grow[level](h, embedding, key)

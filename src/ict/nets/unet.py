@@ -6,7 +6,6 @@ c_noise [B] ─► Fourier or positional embedding ─► two dense layers, + cl
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,6 +13,7 @@ from ict.config import NetConfig, choose, require
 from ict.nets.dropout import number_dropouts
 from ict.nets.embeddings import EMBEDDINGS
 from ict.nets.layers import Attention, ResidualBlock, Stage, Style, double, group_norm
+from ict.precision import exact
 
 
 class Downsample(nn.Module):
@@ -49,12 +49,13 @@ class Embedding(nn.Module):
         self.label = nn.Embedding(classes, size) if classes else None
 
     def forward(self, c_noise: Tensor, label: Tensor | None) -> Tensor:
-        embedding = self.dense2(F.silu(self.dense1(self.noise(c_noise))))
-        if self.label is not None:
-            if label is None:
-                raise ValueError("this net was built with class labels: pass label=…, one class number a sample")
-            embedding = embedding + self.label(label)
-        return F.silu(embedding)
+        with exact(c_noise):
+            embedding = self.dense2(F.silu(self.dense1(self.noise(c_noise))))
+            if self.label is not None:
+                if label is None:
+                    raise ValueError("this net was built with class labels: pass label=…, one class number a sample")
+                embedding = embedding + self.label(label)
+            return F.silu(embedding)
 
 
 class UNet(nn.Module):
@@ -138,7 +139,7 @@ class UNet(nn.Module):
         for layer in self.middle:
             x = layer(x, embedding, key)
         for layer in self.up:
-            x = layer(torch.cat((x, skips.pop()), dim=1) if isinstance(layer, Stage) else x, embedding, key)
+            x = layer(x, embedding, key, skips.pop()) if isinstance(layer, Stage) else layer(x, embedding, key)
         return self.conv_out(self.norm_out(x, silu=True))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ict.config import Config, choose
-from ict.objectives.base import Loss, Objective, Step
+from ict.objectives.base import Loss, Objective, Phase, Step
 from ict.objectives.distillation import ConsistencyDistillation
 from ict.objectives.ect import EasyConsistencyTuning
 from ict.objectives.edm import Diffusion
@@ -21,4 +21,4 @@ def build_objective(config: Config) -> Objective:
     return choose("objective.kind", config.objective.kind, OBJECTIVES)(config)
 
 
-__all__ = ["OBJECTIVES", "Loss", "Objective", "Step", "build_objective"]
+__all__ = ["OBJECTIVES", "Loss", "Objective", "Phase", "Step", "build_objective"]

@@ -28,6 +28,9 @@ LOWEST = 10.0  # how many times further above the lowest than above the slow ave
 IN_A_ROW = 10  # steps that may be skipped one after the other
 OFTEN = 0.5  # share of the last 20 or so steps that may be skipped
 KEPT = 200  # steps of history that are kept as evidence
+SCALE = 2.0**12  # what a loss in fp16 is first multiplied with, so that its small gradients are not rounded to zero
+SCALES = (1.0, 2.0**24)
+PATIENT = 1000  # steps without overflow after which twice the scale is tried
 
 
 @dataclass
@@ -67,6 +70,9 @@ class GuardState:
     often: float = 0.0  # share of the last steps that were skipped
     smooth: float = 0.0  # loss over about the last 1,000 steps
     counted: int = 0  # of them
+    scale: float = SCALE
+    clean: int = 0  # steps since the scale was last changed
+    overflows: int = 0  # steps that were lost because the scale was too high
 
     def save(self) -> dict[str, Any]:
         return asdict(self)
@@ -88,12 +94,17 @@ class Guard:
         self.state = GuardState()
         self.alarm: str | None = None  # why the run has to go back
         self.history: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self.sums = torch.zeros(3, BINS, device=device)  # losses, gradients and samples of each bin
+
+    def scale(self, precision: str) -> float:
+        """What the loss is multiplied with before its gradient is taken."""
+        return self.state.scale if precision == "fp16" else 1.0
 
     def begin(self) -> None:
         """A new step: nothing of it has been seen."""
-        self.sums = torch.zeros(3, BINS, device=self.device)  # losses, gradients and samples of each bin
+        self.sums.zero_()
 
-    def watch(self, loss: Loss, *, scale: float) -> None:
+    def watch(self, loss: Loss, *, scale: Tensor | float) -> None:
         """Take in one piece of a batch, before its backward pass; `scale` makes its gradients those of one sample."""
         if loss.sigma is None:
             return
@@ -104,11 +115,11 @@ class Guard:
         if loss.output is not None and loss.output.requires_grad:
             loss.output.register_hook(lambda g: self.watch_gradient(g.detach(), inside, scale))
 
-    def watch_gradient(self, g: Tensor, inside: Tensor, scale: float) -> None:
+    def watch_gradient(self, g: Tensor, inside: Tensor, scale: Tensor | float) -> None:
         """The gradient with respect to the net's answer: what each noise level asks of the net."""
         self.sums[1] += spread(g.flatten(1).float().norm(dim=1) * scale, inside)
 
-    def check(self, loss: Tensor, gradient: Tensor, *, step: int, levels: float) -> bool:
+    def check(self, loss: Tensor, gradient: Tensor, *, step: int, levels: float, scale: float = 1.0) -> bool:
         """Whether the optimiser may take this step. The same answer on every rank; waits for the GPU."""
         row = torch.cat((loss.detach().float().reshape(1), self.sums.flatten()))
         row = self.ranks.add(row)
@@ -124,6 +135,8 @@ class Guard:
             }
         )  # fmt: skip
         self.rescale(levels)
+        if scale > 1 and self.overflowed(good, total):
+            return False
         self.state.often += (float(not good) - self.state.often) / 20
         if not good:
             self.skip(step)
@@ -138,6 +151,17 @@ class Guard:
                 if value is not None:
                     self.track(f"{name} at {self.describe(place)}", value, BIN_FAR)
         return True
+
+    def overflowed(self, good: bool, loss: float) -> bool:
+        """Whether a gradient is infinite because the loss's scale is too high; finds the highest that is not."""
+        state = self.state
+        overflow = not good and math.isfinite(loss) and state.scale > SCALES[0]
+        state.clean = 0 if overflow else state.clean + 1
+        if overflow:
+            state.scale, state.overflows = state.scale / 2, state.overflows + 1
+        elif state.clean >= PATIENT:
+            state.scale, state.clean = min(2 * state.scale, SCALES[1]), 0
+        return overflow
 
     def track(self, name: str, value: float, far: float) -> None:
         track = self.state.tracks.setdefault(name, Track())

@@ -1,6 +1,5 @@
 """The training loop: a generator that yields its state once a step. Everything else hangs on that yield."""
 
-import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator
@@ -12,15 +11,16 @@ from torch import Tensor
 
 from ict.config import Config
 from ict.curriculum import teacher_ema_2023
-from ict.data import Images, batch_indices, flip_mask, to_float
+from ict.data import Images, batch_indices
 from ict.data.feed import Feed, open_feed
 from ict.model import ConsistencyModel
-from ict.objectives import Step, build_objective
 from ict.ranks import ALONE, Ranks
 from ict.training.budget import Budget
 from ict.training.ema import WeightAverage
 from ict.training.guard import Guard
 from ict.training.optimiser import build_optimiser, learning_rate, own_state
+from ict.training.passes import Passes
+from ict.training.update import Update
 
 
 @dataclass(kw_only=True)
@@ -81,16 +81,18 @@ def train(
     ranks: Ranks = ALONE,
     guard: Guard | None = None,
     asked: Callable[[], int] = lambda: 0,
+    warn: Callable[[str], None] = lambda message: None,
 ) -> Iterator[TrainState]:
     """Take steps until the budget is spent; yields the one `state`, changed in place, after each.
 
     Every rank computes its share of the same batch. `asked` tells of a signal that this rank has received.
     """
     training, model, optimiser = config.training, state.model, state.optimiser
-    objective, student = build_objective(config), ranks.spread(model)
     device = model.device
     guard = guard or Guard(config, ranks, device)
     mine = ranks.share(torch.arange(training.batch))
+    passes = Passes(config, model, state.target, samples=mine, guard=guard, ranks=ranks, warn=warn)
+    update = Update(config, model, optimiser, state.averages, state.target, ranks=ranks)
 
     def feed_of(seed: int) -> Feed:
         def order(step: int) -> Tensor:
@@ -100,7 +102,6 @@ def train(
 
     seed = draw_seed(config, state.attempt)
     feed = feed_of(seed)
-    pieces = mine.to(device).chunk(training.accumulate)
     started = time.monotonic() - state.seconds
     model.train()
     if state.target is not None:
@@ -120,39 +121,18 @@ def train(
                 feed.waited = waited
             pixels, labels = feed.take(state.step)
             state.waited = feed.waited
-            state.loss = torch.zeros((), device=device)
-            optimiser.zero_grad(set_to_none=True)
-            guard.begin()
-            parts = zip(pieces, pixels.chunk(len(pieces)), labels.chunk(len(pieces)), strict=True)
-            for number, (piece, some, classes) in enumerate(parts):
-                x, y = load_batch(config, some, classes, piece, seed=seed, step=state.step)
-                place = Step(
-                    seed=seed, number=state.step, done=state.done, total=state.total, target=state.target, samples=piece
-                )
-                last = number == len(pieces) - 1
-                with contextlib.nullcontext() if last or ranks.count == 1 else student.no_sync():  # type: ignore
-                    loss = objective(student, x, y, place)  # type: ignore
-                    share = loss.per_sample.sum() / training.batch
-                    guard.watch(loss, scale=training.batch / ranks.count)
-                    (share * ranks.count).backward()  # gradients are averaged over the ranks
-                state.loss += share.detach()
-                state.stats = loss.stats
-            state.gradient = torch.nn.utils.get_total_norm(
-                [p.grad for p in model.parameters() if p.grad is not None], foreach=True
+            state.loss, state.gradient, state.stats = passes.take(
+                pixels, labels, seed=seed, number=state.step, done=state.done, total=state.total
             )
-            state.taken = guard.check(
-                state.loss, state.gradient, step=state.step, levels=float(state.stats.get("levels", 0))
-            )
+            update.prepare()
+            levels = float(state.stats.get("levels", 0))
+            state.taken = guard.check(state.loss, state.gradient, step=state.step, levels=levels, scale=passes.scale)
             state.figures = guard.figures
             if state.taken:
-                optimiser.step()
-                for average in state.averages:
-                    average.update(model, state.step)
+                decay = None
                 if state.target is not None:
-                    decay = teacher_ema_2023(
-                        int(state.stats["levels"]), s0=config.objective.s0, mu0=config.objective.mu0
-                    )
-                    follow(state.target, model, decay=decay)
+                    decay = teacher_ema_2023(int(levels), s0=config.objective.s0, mu0=config.objective.mu0)
+                update.take(number=state.step, scale=passes.scale, target_decay=decay)
 
             state.step += 1
             state.seconds, signal = ranks.highest([time.monotonic() - started, float(asked())])
@@ -160,21 +140,3 @@ def train(
             yield state
     finally:
         feed.close()
-
-
-@torch.no_grad()
-def follow(target: ConsistencyModel, model: ConsistencyModel, *, decay: float) -> None:
-    """θ⁻ ← μ θ⁻ + (1 − μ) θ (§2)."""
-    current = model.state_dict()
-    torch._foreach_lerp_(list(target.state_dict().values()), [current[name] for name in target.state_dict()], 1 - decay)
-
-
-def load_batch(
-    config: Config, pixels: Tensor, labels: Tensor, samples: Tensor, *, seed: int, step: int
-) -> tuple[Tensor, Tensor | None]:
-    """Images as float32 in [-1, 1], mirrored where the draw says so, and their labels where the recipe uses them."""
-    x = to_float(pixels)
-    if config.data.flip:
-        mirrored = flip_mask(samples, seed=seed, step=step)
-        x = torch.where(mirrored[:, None, None, None], x.flip(-1), x)
-    return x, labels if config.data.classes else None

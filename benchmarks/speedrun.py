@@ -1,0 +1,84 @@
+"""Short runs of single changes to a recipe, one after the other, each judged at its end: a log for a speed-run.
+
+    PYTHONPATH=src python benchmarks/speedrun.py RECIPE INCEPTION CIFAR10 SECONDS ["name: key=value key=value" ...]
+
+Each run trains for SECONDS from random weights (recording and Triton's compiling counted) and is judged by FID of
+10,000 samples in one and in two steps, for every average that it keeps. With SAVE=folder in the environment the first
+average of each run is kept there.
+"""
+
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ict.config import DataConfig
+from ict.data import load_images
+from ict.evaluation.features import open_features
+from ict.evaluation.judge import draw, look, look_at_real
+from ict.evaluation.metrics import frechet_distance
+from ict.model import ModelSpec, build_model, pack_model
+from ict.recipes import find_recipe, load_recipe
+from ict.sampling import Generator
+from ict.training.budget import Budget
+from ict.training.loop import new_state, train
+from ict.training.speed import set_up
+
+SAMPLES = int(os.environ.get("SAMPLES", "10000"))
+
+
+def main() -> None:
+    recipe, inception, cifar10, seconds, *changes = sys.argv[1:]
+    device = torch.device("cuda")
+    images = load_images(DataConfig(source="cifar10", path=cifar10, image_size=32, channels=3))
+    net = open_features("inception", weights=Path(inception), device=device)
+    with torch.inference_mode():
+        real = look_at_real(images, net)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {recipe}, {seconds} s each, FID of {SAMPLES:,}")
+    for change in changes or ["as it is:"]:
+        name, _, keys = change.partition(":")
+        config = load_recipe(find_recipe(recipe), keys.split())
+        config = replace(config, training=replace(config.training, steps=None, images=None, budget=f"{seconds}s"))
+        spec = ModelSpec.from_config(config, images.class_names)
+        model = build_model(spec, seed=config.seed)
+        set_up(config, model, device)
+        torch.cuda.reset_peak_memory_stats()
+        state, levels, begun = new_state(config, model), 0, time.perf_counter()
+        for _ in train(config, state, images, Budget(seconds=float(seconds)), warn=print):
+            levels = state.stats.get("levels", state.stats.get("stage", 0))
+        spent = time.perf_counter() - begun
+        print(
+            f"{name} | {keys.strip()} | {state.model.size / 1e6:.1f}M | {state.step:,} steps, "
+            f"{state.step * config.training.batch / spent:,.0f} images/s, "
+            f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB | N {levels} | loss {state.loss.item():.3g} | "
+            f"{judge(state, spec, net, real, device)}",
+            flush=True,
+        )
+        if "SAVE" in os.environ:
+            path = Path(os.environ["SAVE"]) / f"{name.strip().replace(' ', '-')}.safetensors"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(pack_model(spec, state.averages[0].weights, {"run": name}))
+        del state, model
+        torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def judge(state, spec: ModelSpec, net, real, device: torch.device) -> str:
+    found = []
+    for average in state.averages:
+        model = build_model(spec)
+        model.load_state_dict(average.weights)
+        generator = Generator(model, spec).to(device)
+        scores = []
+        for steps in (1, 2):
+            seen = look(draw(generator, None, generator.ladder(steps), SAMPLES, 0, 500), net)
+            scores.append(f"{frechet_distance(seen.moments, real.moments):.2f}")
+        found.append(f"ema {average.decay:g}: {' / '.join(scores)}")
+    return "; ".join(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""One step's way through the net and back: the loss and the gradient of a batch, computed anew or played again.
+
+On one GPU the whole way, from pixels to the gradient's norm, is recorded as a CUDA graph by the second step that is the
+same but for its numbers, and played again from then on: one launch instead of thousands. What changes from step to step
+lies in tensors that are filled before: pixels, labels, the step's number, the objective's phase, the loss's scale.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ict.config import Config
+from ict.data import flip_mask, to_float
+from ict.model import ConsistencyModel
+from ict.objectives import Phase, Step, build_objective
+from ict.precision import allow_tf32, pick_precision
+from ict.ranks import Ranks
+from ict.training.guard import Guard
+from ict.training.speed import compile_net
+
+Figures = tuple[Tensor, Tensor, dict[str, Any]]  # the batch's mean loss, its gradient's norm, what is worth logging
+
+
+class Passes:
+    """Computes the gradients of one batch after the other. Every rank has its own share of each."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: ConsistencyModel,
+        target: ConsistencyModel | None,
+        *,
+        samples: Tensor,
+        guard: Guard,
+        ranks: Ranks,
+        warn: Callable[[str], None] = lambda message: None,
+    ):
+        self.config, self.model, self.target, self.guard, self.ranks, self.warn = (
+            config, model, target, guard, ranks, warn,
+        )  # fmt: skip
+        if config.speed.compile:
+            for each in (model, target):
+                if each is not None:
+                    compile_net(each)
+        self.objective, self.student = build_objective(config), ranks.spread(model)
+        self.device, self.parameters = model.device, list(model.parameters())
+        self.pieces = samples.to(self.device).chunk(config.training.accumulate)
+        self.records = (
+            config.speed.graphs and self.device.type == "cuda" and ranks.count == 1 and hasattr(self.objective, "phase")
+        )
+        self.scale = 1.0
+        self.kept: Recording | None = None
+        self.last: Any = None  # what the last step had that a recording cannot change
+
+    def take(self, pixels: Tensor, labels: Tensor, *, seed: int, number: int, done: int, total: int) -> Figures:
+        """Leave the batch's gradient, times `self.scale`, in the model's parameters."""
+        step = Step(seed=seed, number=number, done=done, total=total, target=self.target, samples=self.pieces[0])
+        phase = self.objective.phase(step) if hasattr(self.objective, "phase") else None  # type: ignore
+        figures = {} if phase is None else dict(phase.figures)
+        self.set_precision(figures.get("levels"))
+        scale = self.scale = self.guard.scale(self.model.precision)
+        if not self.records or phase is None:
+            return self.compute(step, phase, pixels, labels, torch.full((), scale, device=self.device))
+        inputs = {
+            "pixels": pixels, "labels": labels, "number": torch.tensor(number), "scale": torch.tensor(scale),
+            **phase.tensors,
+        }  # fmt: skip
+        fixed = (seed, self.model.precision, *((name, tensor.shape) for name, tensor in inputs.items()))
+        if fixed != self.last:  # the first of its kind: kernels are chosen and compiled, memory is found
+            self.kept, self.last = None, fixed
+            return self.compute(step, phase, pixels, labels, torch.full((), scale, device=self.device))
+        if self.kept is None:
+            try:
+                self.kept = Recording(self, step, inputs)
+            except RuntimeError as error:
+                self.records = False
+                self.warn(f"steps cannot be recorded and will be slower ({str(error).splitlines()[0]})")
+                return self.compute(step, phase, pixels, labels, torch.full((), scale, device=self.device))
+        loss, gradient, stats = self.kept.play(inputs)
+        return loss, gradient, {**stats, **figures}
+
+    def set_precision(self, levels: float | None) -> None:
+        """What the trunk of student and teacher computes in, at this N."""
+        precision = pick_precision(
+            self.config.speed.precision, self.device, levels=None if levels is None else int(levels)
+        )
+        for model in (self.model, self.target):
+            if model is not None:
+                model.precision = precision
+        if self.device.type == "cuda":
+            allow_tf32(precision)
+
+    def compute(self, step: Step, phase: Phase | None, pixels: Tensor, labels: Tensor, scale: Tensor) -> Figures:
+        training, count, pieces = self.config.training, self.ranks.count, self.pieces
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.guard.begin()
+        total, stats = torch.zeros((), device=self.device), {}
+        parts = zip(pieces, pixels.chunk(len(pieces)), labels.chunk(len(pieces)), strict=True)
+        for place, (samples, some, classes) in enumerate(parts):
+            x, y = load_batch(self.config, some, classes, samples, seed=step.seed, step=step.number)
+            here = Step(
+                seed=step.seed, number=step.number, done=step.done, total=step.total, target=self.target,
+                samples=samples, phase=phase,
+            )  # fmt: skip
+            last = place == len(pieces) - 1
+            with contextlib.nullcontext() if last or count == 1 else self.student.no_sync():  # type: ignore
+                loss = self.objective(self.student, x, y, here)  # type: ignore
+                share = loss.per_sample.sum() / training.batch
+                self.guard.watch(loss, scale=training.batch / count / scale)
+                (share * (count * scale)).backward()  # gradients are averaged over the ranks
+            total += share.detach()
+            stats = loss.stats
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None], foreach=True)
+        return total, norm / scale, stats
+
+
+class Recording:
+    """A step as a CUDA graph, with the tensors that it reads and leaves behind."""
+
+    def __init__(self, passes: Passes, step: Step, inputs: dict[str, Tensor]):
+        self.inputs = {name: tensor.to(passes.device, copy=True) for name, tensor in inputs.items()}
+        self.sources = dict(inputs)
+        given = dict(self.inputs)
+        pixels, labels, number, scale = (given.pop(name) for name in ("pixels", "labels", "number", "scale"))
+        step = Step(
+            seed=step.seed, number=number, done=step.done, total=step.total, target=step.target, samples=step.samples
+        )
+        for parameter in passes.parameters:
+            parameter.grad = None
+        torch.cuda.synchronize(passes.device)
+        torch.cuda.empty_cache()  # the recording has memory of its own
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.figures = passes.compute(step, Phase(given, {}), pixels, labels, scale)
+        self.parameters = passes.parameters
+        self.gradients = [parameter.grad for parameter in self.parameters]
+
+    def play(self, inputs: dict[str, Tensor]) -> Figures:
+        """The same step with other numbers; those that are still the same tensor are not copied again."""
+        for name, tensor in inputs.items():
+            if self.sources[name] is not tensor:
+                self.inputs[name].copy_(tensor, non_blocking=True)
+                self.sources[name] = tensor
+        self.graph.replay()
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        return self.figures
+
+
+def load_batch(
+    config: Config, pixels: Tensor, labels: Tensor, samples: Tensor, *, seed: int, step: int | Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Images as float32 in [-1, 1], mirrored where the draw says so, and their labels where the recipe uses them."""
+    x = to_float(pixels)
+    if config.data.flip:
+        mirrored = flip_mask(samples, seed=seed, step=step)
+        x = torch.where(mirrored[:, None, None, None], x.flip(-1), x)
+    return x, labels if config.data.classes else None

@@ -1,0 +1,29 @@
+"""Where the choices of a recipe's [speed] section are put into effect; what each does is said in docs/speed.md."""
+
+import os
+
+import torch
+
+from ict.config import Config, require
+from ict.device import make_deterministic, place
+from ict.files import cache_home
+from ict.model import ConsistencyModel
+from ict.nets.kernels import have_triton, use_kernels
+
+
+def set_up(config: Config, model: ConsistencyModel, device: torch.device) -> None:
+    """Put a model on a device and get both ready to train as the recipe says."""
+    speed = config.speed
+    if device.type == "cuda":
+        make_deterministic(config.training.deterministic)
+    use_kernels(speed.kernels)
+    place(model, device, channels_last=speed.channels_last)
+
+
+def compile_net(model: ConsistencyModel) -> None:
+    """Have torch.compile write the net's kernels, as one graph. What it writes is kept for the next start."""
+    require(
+        model.device.type == "cpu" or have_triton(), "speed.compile needs Triton, which is not installed: leave it out"
+    )
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "inductor"))
+    model.net.compile(fullgraph=True, dynamic=False)
