@@ -11,7 +11,8 @@ SOURCE = ROOT / "src" / "ict"
 
 # From docs/design.md: a room may import the rooms before it. The door may call anyone.
 ROOMS = [
-    "config", "recipes", "files", "download", "device", "precision", "ranks", "rng", "noise", "solvers", "curriculum",
+    "config", "recipes", "files", "download", "device", "precision", "ranks", "rng", "noise", "solvers", "mixture",
+    "curriculum",
     "weighting", "lpips", "distance", "nets", "model", "objectives", "data", "training", "runfolder", "sampling",
     "pictures", "display", "editing", "evaluation", "experiment", "cost", "info", "studies", "interop", "serve",
 ]  # fmt: skip

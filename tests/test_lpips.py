@@ -2,15 +2,19 @@
 
 import os
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from ict.cli import app
 from ict.config import ConfigError
 from ict.distance import lpips
-from ict.lpips import Lpips, load_lpips
+from ict.download import checksum
+from ict.lpips import WEIGHTS, Lpips, load_lpips
 
 # By the package, images resized to 224 pixels first; weights by a formula, and the published ones.
 FORMULA = {
@@ -72,8 +76,10 @@ def test_it_is_zero_for_equal_images_with_a_gradient_that_is_a_number(weights):
 def test_missing_and_wrong_weights_are_named(weights, tmp_path, monkeypatch):
     monkeypatch.setenv("ICT_CACHE", str(tmp_path))
     load_lpips.cache_clear()
-    with pytest.raises(ConfigError, match=r"not at .*lpips-vgg16\.pt.*objective\.lpips_weights"):
+    with pytest.raises(ConfigError, match=r"ict data get lpips-vgg16.*397923af.*a78928a0.*objective\.lpips_weights"):
         lpips(*images(32))
+    with pytest.raises(ConfigError, match=r"there is no file .*nowhere\.pt"):
+        lpips(*images(32), lpips_weights=str(tmp_path / "nowhere.pt"))
     with pytest.raises(ConfigError, match="does not hold the weights of LPIPS with vgg16"):
         lpips(*images(32), lpips_weights=str(weights / "alexnet.pt"))
     with pytest.raises(ConfigError, match="use vgg16 or alexnet"):
@@ -81,3 +87,37 @@ def test_missing_and_wrong_weights_are_named(weights, tmp_path, monkeypatch):
     (tmp_path / "evil.pt").write_bytes(b"cos\nsystem\n(S'touch /tmp/evil'\ntR.")
     with pytest.raises(ConfigError, match="does not hold"):
         lpips(*images(32), lpips_weights=str(tmp_path / "evil.pt"))
+
+
+def test_published_files_are_named_after_their_checksums():
+    """torchvision puts the first digits of a file's SHA-256 into its name."""
+    for trunk, linear in WEIGHTS.values():
+        assert Path(trunk.url).stem.rpartition("-")[2] == trunk.sha256[:8]
+        assert len(trunk.sha256) == len(linear.sha256) == 64 and linear.size < 10_000 < trunk.size
+
+
+def test_the_command_brings_both_files_and_they_are_used(weights, tmp_path, monkeypatch):
+    """From a folder instead of the network: torchvision's net with its head, and the linear layers by their names."""
+    state = torch.load(weights / "alexnet.pt", weights_only=True)
+    trunk = {name: one for name, one in state.items() if name.startswith("features.")}
+    trunk["classifier.1.bias"] = torch.zeros(3)
+    linear = {name.replace(".", ".model.1."): one for name, one in state.items() if name.startswith("lin")}
+    public = tmp_path / "public"
+    public.mkdir()
+    given = []
+    for published, tensors in zip(WEIGHTS["alexnet"], (trunk, linear), strict=True):
+        path = public / Path(published.url).name
+        old = {name: torch.nn.Parameter(one) for name, one in tensors.items()}  # the form of the published files
+        torch.save(old, path, _use_new_zipfile_serialization=False)
+        given.append(replace(published, sha256=checksum(path), size=path.stat().st_size))
+    monkeypatch.setitem(WEIGHTS, "alexnet", tuple(given))
+    load_lpips.cache_clear()
+    done = CliRunner().invoke(app, ["data", "get", "lpips-alexnet", "--from", public.as_uri()])
+    assert done.exit_code == 0 and "checked" in done.output
+    found = lpips(*images(32), lpips_net="alexnet")
+    assert found.tolist() == pytest.approx(FORMULA["alexnet", 32], rel=1e-5)
+    monkeypatch.setitem(WEIGHTS, "alexnet", (given[0], replace(given[1], sha256="0" * 64)))
+    refused = CliRunner().invoke(app, ["data", "get", "lpips-alexnet", "--from", public.as_uri()])
+    assert isinstance(refused.exception, ConfigError) and "is not the file it should be" in str(refused.exception)
+    unknown = CliRunner().invoke(app, ["data", "get", "lpips-vgg19"])
+    assert "choose from cifar10, inception, lpips-vgg16, lpips-alexnet" in str(unknown.exception)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ict.config import NATURAL, ConfigError, DataConfig, parse_duration, require
+from ict.download import Download, fetch
 from ict.files import DamagedFile, explain, holds_run
 from ict.frontpage import COMMANDS, page
 from ict.recipes import find_recipe, list_recipes, load_recipe
@@ -357,35 +358,56 @@ def data_inspect(
         print(f"contact sheet: {out}")
 
 
-@data.command("get", help="Download a public set or file into the cache, and check it: cifar10, inception.")
+@data.command("get", help="Download a public set or file into the cache, and check it.")
 def data_get(
-    name: Annotated[str, typer.Argument(help="cifar10, or inception (the weights that FID needs).")],
-    url: Annotated[str | None, typer.Option("--from", help="Another place of the same file.")] = None,
+    name: Annotated[
+        str,
+        typer.Argument(help="cifar10; inception (what FID needs); lpips-vgg16 or lpips-alexnet (what LPIPS needs)."),
+    ],
+    url: Annotated[
+        str | None,
+        typer.Option("--from", help="Another place of the same file; for LPIPS, of a folder that holds both."),
+    ] = None,
 ) -> None:
-    require(name in ("cifar10", "inception"), f"{name!r} cannot be brought: choose from cifar10, inception")
+    known = {"cifar10": get_cifar10, "inception": get_inception, "lpips-vgg16": get_lpips, "lpips-alexnet": get_lpips}
+    require(name in known, f"{name!r} cannot be brought: choose from {', '.join(known)}")
+    print(known[name](name, url))
 
-    from ict.display import DownloadProgress
-    from ict.download import fetch
-    from ict.files import cache_home
 
-    if name == "inception":
-        from ict.evaluation.inception import WEIGHTS
-
-        place = cache_home() / Path(WEIGHTS.url).name
-        with DownloadProgress(name, WEIGHTS.size) as progress:
-            fetch(WEIGHTS, place, url=url, progress=progress)
-        print(f"the Inception of FID, checked: {place}")
-        return
-
+def get_cifar10(name: str, url: str | None) -> str:
     from ict.data import cifar10
 
     archive = cifar10.home().with_name("cifar-10-binary.tar.gz")
     if not cifar10.is_home():
-        with DownloadProgress(name, cifar10.ARCHIVE.size) as progress:
-            fetch(cifar10.ARCHIVE, archive, url=url, progress=progress)
+        bring(name, cifar10.ARCHIVE, archive, url)
         cifar10.unpack(archive, cifar10.home())
         archive.unlink()
-    print(f"60,000 images, checked: {cifar10.home()}")
+    return f"60,000 images, checked: {cifar10.home()}"
+
+
+def get_inception(name: str, url: str | None) -> str:
+    from ict.evaluation.inception import WEIGHTS
+    from ict.files import cache_home
+
+    place = cache_home() / Path(WEIGHTS.url).name
+    bring(name, WEIGHTS, place, url)
+    return f"the Inception of FID, checked: {place}"
+
+
+def get_lpips(name: str, url: str | None) -> str:
+    from ict.lpips import places
+
+    found = places(name.removeprefix("lpips-"))
+    for place, what in found.items():
+        bring(name, what, place, url and f"{url.rstrip('/')}/{Path(what.url).name}")
+    return f"the weights of LPIPS, checked: {' and '.join(map(str, found))}"
+
+
+def bring(name: str, what: Download, place: Path, url: str | None) -> None:
+    from ict.display import DownloadProgress
+
+    with DownloadProgress(name, what.size) as progress:
+        fetch(what, place, url=url, progress=progress)
 
 
 @app.command(help=COMMANDS["info"])

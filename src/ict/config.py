@@ -45,7 +45,8 @@ def bind(function: Callable[..., T], section: Any) -> Callable[..., T]:
     return functools.partial(function, **{name: getattr(section, name) for name in names})
 
 
-NATURAL = {"digits": (8, 1), "cifar10": (32, 3), "imagenet64": (64, 3)}  # pixels a side and channels of named sets
+POINTS = (1, 2)  # pixels a side and channels of what is not an image: points of the plane
+NATURAL = {"digits": (8, 1), "cifar10": (32, 3), "imagenet64": (64, 3), "mixture2d": POINTS}  # of named sets
 FEEDS = ("auto", "resident", "stream")
 
 
@@ -65,8 +66,9 @@ class DataConfig:
     feed: str = "auto"  # "resident": the whole set on the device; "stream": batch by batch; "auto": by its size
 
     def __post_init__(self) -> None:
-        require(4 <= self.image_size <= 1024, f"data.image_size = {self.image_size}: use 4 to 1024 pixels")
-        require(self.channels in (1, 3), f"data.channels = {self.channels}: use 1 (grey) or 3 (colour)")
+        if (self.image_size, self.channels) != POINTS:
+            require(4 <= self.image_size <= 1024, f"data.image_size = {self.image_size}: use 4 to 1024 pixels")
+            require(self.channels in (1, 3), f"data.channels = {self.channels}: use 1 (grey) or 3 (colour)")
         require(self.fit in ("crop", "pad"), f'data.fit = {self.fit!r}: use "crop" or "pad"')
         require(self.feed in FEEDS, f"data.feed = {self.feed!r}: use {', '.join(FEEDS)}")
         require(0 <= self.background <= 255, f"data.background = {self.background}: use 0 (black) to 255 (white)")
@@ -174,7 +176,7 @@ class ObjectiveConfig:
             f'objective.teacher = {self.teacher!r}: use "student" (iCT) or "ema" (2023)',
         )
         require(
-            self.teacher == "student" or self.gridded,
+            self.teacher == "student" or self.kind in ("ict", "cd"),
             f'objective.teacher = "ema" is for objective.kind = ict and cd, not {self.kind}: leave it out',
         )
         require(1 <= self.stages <= 1000, f"objective.stages = {self.stages}: use 1 to 1000")
@@ -191,11 +193,6 @@ class ObjectiveConfig:
     def learns(self) -> str:
         """What a model trained so is: it decides how it is preconditioned and sampled."""
         return {"edm": "diffusion", "meanflow": "meanflow"}.get(self.kind, "consistency")
-
-    @property
-    def gridded(self) -> bool:
-        """Whether levels are drawn from a grid, whose size the curriculum says; all other methods draw any level."""
-        return self.kind in ("ict", "cd")
 
 
 # Keys of [training] that bound a run: one of them, not more.

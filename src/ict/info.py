@@ -94,7 +94,7 @@ def _size(size: list[int]) -> str:
 
 
 def _net_rows(spec: ModelSpec, cost: Cost) -> dict[str, str]:
-    colour = "grey" if spec.channels == 1 else "colour"
+    colour = {1: "grey", 2: "points of the plane"}.get(spec.channels, "colour")
     diffusion = spec.kind == "diffusion"
     return {
         "kind": spec.kind,

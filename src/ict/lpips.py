@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ict.config import ConfigError, require
+from ict.download import Download
 from ict.files import cache_home
 
 SIZE = 224
@@ -28,6 +29,39 @@ ALEXNET: list[Layer | None] = [
 ]  # fmt: skip
 NETS = {"vgg16": (VGG16, 2), "alexnet": (ALEXNET, 3)}  # layers, and the size of their poolings
 SHAPES = {0: (11, 4, 2), 3: (5, 1, 2)}  # of AlexNet's first convolutions: kernel, stride, padding
+
+TORCHVISION = "https://download.pytorch.org/models"
+LINEAR = (
+    "https://raw.githubusercontent.com/richzhang/PerceptualSimilarity/082bb24f84c091ea94de2867d34c4544f68e0963"
+    "/lpips/weights/v0.1"
+)
+# The usual public places: torchvision's net, and the linear layers of LPIPS v0.1 for it.
+WEIGHTS = {
+    "vgg16": (
+        Download(
+            url=f"{TORCHVISION}/vgg16-397923af.pth",
+            sha256="397923af8e79cdbb6a7127f12361acd7a2f83e06b05044ddf496e83de57a5bf0",
+            size=553_433_881,
+        ),
+        Download(
+            url=f"{LINEAR}/vgg.pth",
+            sha256="a78928a0af1e5f0fcb1f3b9e8f8c3a2a5a3de244d830ad5c1feddc79b8432868",
+            size=7_289,
+        ),
+    ),
+    "alexnet": (
+        Download(
+            url=f"{TORCHVISION}/alexnet-owt-7be5be79.pth",
+            sha256="7be5be791159472b1fbf3c69796f7cb30dca7ad8466c2df70058c37116cdee02",
+            size=244_408_911,
+        ),
+        Download(
+            url=f"{LINEAR}/alex.pth",
+            sha256="df73285e35b22355a2df87cdb6b70b343713b667eddbda73e1977e0c860835c0",
+            size=6_009,
+        ),
+    ),
+}
 
 
 class Lpips(nn.Module):
@@ -76,22 +110,43 @@ class Lpips(nn.Module):
         return found
 
 
+def places(kind: str) -> dict[Path, Download]:
+    """Where the published files of a net belong in the cache."""
+    return {cache_home() / "lpips" / one.url.rpartition("/")[2]: one for one in WEIGHTS[kind]}
+
+
+def find_weights(kind: str, weights: str) -> list[Path]:
+    """The files that hold the weights of a net together: one that was named, or those in the cache."""
+    if weights:
+        path = Path(weights).expanduser()
+        require(path.is_file(), f"objective.lpips_weights: there is no file {path}")
+        return [path]
+    whole, parts = cache_home() / f"lpips-{kind}.pt", places(kind)
+    if whole.is_file():
+        return [whole]
+    urls = " and ".join(f"{one.url} ({one.size:,} bytes, SHA-256 {one.sha256})" for one in parts.values())
+    require(
+        all(path.is_file() for path in parts),
+        f"the weights of LPIPS are not in the cache ({cache_home()}): bring them by `ict data get lpips-{kind}`, or "
+        f"fetch {urls} by another way and put them at {' and '.join(map(str, parts))}, or name in "
+        f"objective.lpips_weights a file that holds both (features.* and lin*.weight)",
+    )
+    return list(parts)
+
+
 @functools.lru_cache(maxsize=4)
 def load_lpips(kind: str, weights: str, device: torch.device) -> Lpips:
     """The net with its weights: from a file, or from the cache."""
-    net = Lpips(kind)
-    path = Path(weights).expanduser() if weights else cache_home() / f"lpips-{kind}.pt"
-    require(
-        path.is_file(),
-        f"the weights of LPIPS are not at {path}: put a file there, or name one in objective.lpips_weights, that holds "
-        f"the convolutions of torchvision's {kind} (features.*) and the linear layers of LPIPS v0.1 (lin*.weight)",
-    )
+    net, found = Lpips(kind), {}
+    files = find_weights(kind, weights)
     try:
-        found = torch.load(path, weights_only=True, map_location="cpu")
+        for path in files:
+            found |= torch.load(path, weights_only=True, map_location="cpu")  # no code is run
         found = {
             name.replace(".model.1.", "."): tensor for name, tensor in found.items()
         }  # as the lpips package has it
         net.load_state_dict({name: tensor for name, tensor in found.items() if not name.startswith("classifier.")})
     except Exception as error:
-        raise ConfigError(f"{path} does not hold the weights of LPIPS with {kind} ({str(error)[:200]})") from error
+        shown = " with ".join(map(str, files))
+        raise ConfigError(f"{shown} does not hold the weights of LPIPS with {kind} ({str(error)[:200]})") from error
     return net.to(device).eval()

@@ -38,7 +38,7 @@ MARK = b"# Written by ict: the whole recipe of the run in this folder.\n\n"
 
 def leftovers(folder: Path, *, overwrite: bool) -> list[Path]:
     """What a new run has to delete first: of a run, and only when asked. What is not of a run is refused."""
-    names = ("recipe.toml", "log.jsonl", "model.safetensors", "best.safetensors", "eval.json", "report.html")
+    names = ("recipe.toml", "log.jsonl", "model.safetensors", "best.safetensors", "eval.json", "report.html", "map.png")
     files = [folder / name for name in names if (folder / name).exists()]
     if holds_run(folder):
         require(

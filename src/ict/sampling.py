@@ -77,14 +77,19 @@ def solve(
     """Heun's method on dx/dσ = (x − D(x, σ)) / σ from σ_max · z down the levels, and Euler's for the last step to 0."""
     z = rng.normal(numbers, model.image_shape, seed=seed, step=0, stream=Stream.SAMPLING)
 
-    def level(sigma: float) -> Tensor:
-        return torch.full((len(numbers),), sigma, device=z.device, dtype=torch.float64)
+    x = flow(model, sigmas[0] * z, sigmas=sigmas, labels=labels)
+    return x.clamp(-1, 1) if clip else x
 
-    x = sigmas[0] * z
+
+def flow(model: ConsistencyModel, x: Tensor, *, sigmas: Sequence[float], labels: Tensor | None) -> Tensor:
+    """The same from given x at the first level."""
+
+    def level(sigma: float) -> Tensor:
+        return torch.full((len(x),), sigma, device=x.device, dtype=torch.float64)
+
     for high, low in itertools.pairwise(sigmas):
         x = heun(lambda x, sigma: model(x, sigma, labels), x, level(high), level(low))
-    x = model(x, level(sigmas[-1]), labels)  # a step of Euler's to σ = 0 gives the denoised image itself
-    return x.clamp(-1, 1) if clip else x
+    return model(x, level(sigmas[-1]), labels)  # a step of Euler's to σ = 0 gives the denoised image itself
 
 
 @torch.no_grad()

@@ -12,6 +12,8 @@ from ict.nets.embeddings import FourierEmbedding, PositionalEmbedding, sensitivi
 from ict.nets.layers import Attention, Fir, ResidualBlock, Style, group_norm
 from ict.noise import karras_sigmas
 
+IMAGE_NETS = sorted(NETS.keys() - {"mlp"})  # that one is for points: tests/test_mixture.py
+
 
 def net(*, size: int = 8, channels: int = 1, classes: int = 0, **config) -> nn.Module:
     torch.manual_seed(0)
@@ -26,7 +28,7 @@ def keys(n: int, *, step: int = 0) -> torch.Tensor:
     return rng.words(torch.arange(n), 1, seed=0, step=step, stream=rng.Stream.DROPOUT)[:, 0]
 
 
-@pytest.mark.parametrize("kind", sorted(NETS))
+@pytest.mark.parametrize("kind", IMAGE_NETS)
 @pytest.mark.parametrize("size", [8, 16, 28, 32, 64])
 @pytest.mark.parametrize("embedding", ["fourier", "sinusoidal", "positional"])
 def test_shapes(kind, size, embedding):
@@ -36,7 +38,7 @@ def test_shapes(kind, size, embedding):
     assert out.shape == (2, 3, size, size)
 
 
-@pytest.mark.parametrize("kind", sorted(NETS))
+@pytest.mark.parametrize("kind", IMAGE_NETS)
 def test_a_fresh_net_answers_next_to_nothing(kind):
     """Zero, or 1e-10 in variance where NCSN++ writes that; the inner weights are not zero."""
     fresh = build_net(NetConfig(kind=kind, channels=8), image_size=8, channels=1, classes=0)
@@ -44,7 +46,7 @@ def test_a_fresh_net_answers_next_to_nothing(kind):
     assert all(m.weight.std() > 1e-3 for n, m in fresh.named_modules() if n.endswith("conv1"))
 
 
-@pytest.mark.parametrize("kind", sorted(NETS))
+@pytest.mark.parametrize("kind", IMAGE_NETS)
 @pytest.mark.parametrize("classes", [0, 10])
 def test_gradients_reach_every_parameter(kind, classes):
     built = net(kind=kind, classes=classes, attention=(4, 8), dropout=0.1, blocks=2)
@@ -85,7 +87,7 @@ def test_dropout_can_be_for_small_feature_maps_alone():
     assert dropped == {32: {0.0}, 16: {0.2}, 8: {0.2}}
 
 
-@pytest.mark.parametrize("kind", sorted(NETS))
+@pytest.mark.parametrize("kind", IMAGE_NETS)
 def test_memory_layout_does_not_matter(kind):
     built = net(kind=kind, channels=3, size=16, multipliers=(1, 2), attention=(8,), dropout=0.2)
     x, noise = torch.randn(2, 3, 16, 16), torch.zeros(2)
@@ -116,7 +118,7 @@ def test_ncsnpp_starts_as_the_official_net_does():
     assert 0 < block.conv2.weight.abs().max() < 1e-5 and 0 < fresh.conv_out.weight.abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("kind", sorted(NETS))
+@pytest.mark.parametrize("kind", IMAGE_NETS)
 def test_dropout_stands_between_the_second_silu_and_the_second_convolution(kind):
     built = net(kind=kind, dropout=0.3, channels=3)
     block = next(m for m in built.modules() if isinstance(m, ResidualBlock))
@@ -272,7 +274,7 @@ def test_dropout_keeps_the_mean_and_rests_in_evaluation():
         layer.train()(x, None)
 
 
-@pytest.mark.parametrize("kind", sorted(NETS))
+@pytest.mark.parametrize("kind", IMAGE_NETS)
 def test_no_net_uses_dropout_that_depends_on_history(kind):
     built = net(kind=kind, dropout=0.3)
     assert not [m for m in built.modules() if isinstance(m, nn.Dropout | nn.Dropout2d | nn.AlphaDropout)]

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ict.config import POINTS
 from ict.files import DamagedFile
 
 
@@ -60,6 +61,8 @@ class Images:
 
     def describe(self) -> str:
         channels, height, width = self.shape
+        if (height, channels) == POINTS:
+            return "two numbers, points of the plane"
         return f"{height}×{width} pixels, {'grey' if channels == 1 else 'colour'}"
 
     @functools.cached_property

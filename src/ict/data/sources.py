@@ -17,11 +17,13 @@ from ict.data.digits import load_digits
 from ict.data.huggingface import PREFIX, HubSet
 from ict.data.imagenet64 import open_imagenet64
 from ict.data.images import Images
+from ict.data.mixture2d import load_mixture2d
 from ict.data.pile import Folder, Part, Pile, is_zip
 from ict.data.prepare import Progress, open_prepared, prepare
 
 SOURCES: dict[str, Callable[[DataConfig], Images | Pile]] = {
     "digits": load_digits,
+    "mixture2d": load_mixture2d,
     "cifar10": load_cifar10,
     "imagenet64": open_imagenet64,
 }

@@ -84,6 +84,20 @@ def digits(weights: Path | None, device: torch.device) -> FeatureNet:
     return FeatureNet(name="digits", dimension=64, checksum=sha256(data), classes=True, device=device, net=net)
 
 
+def points(weights: Path | None, device: torch.device) -> FeatureNet:
+    """Points of the plane as they are: their two coordinates."""
+    require(weights is None, "--weights is for nets that have some; points are compared as they are")
+
+    def net(pixels: Tensor) -> tuple[Tensor, None]:
+        require(
+            tuple(pixels.shape[1:]) == (2, 1, 1),
+            f"the features called points are for points of the plane, not {list(pixels.shape[1:])}: use another net",
+        )
+        return pixels.flatten(1).float() / 127.5 - 1, None
+
+    return FeatureNet(name="points", dimension=2, checksum="none", classes=False, device=device, net=net)
+
+
 def dinov2(weights: Path | None, device: torch.device) -> FeatureNet:
     """DINOv2 from a folder that the transformers library has saved; nothing is downloaded."""
     require(weights is not None, "--features dinov2 needs --weights: a folder with config.json and model.safetensors")
@@ -111,6 +125,7 @@ def dinov2(weights: Path | None, device: torch.device) -> FeatureNet:
 FEATURES: dict[str, Callable[[Path | None, torch.device], FeatureNet]] = {
     "inception": inception,
     "digits": digits,
+    "points": points,
     "dinov2": dinov2,
 }
 
@@ -121,5 +136,5 @@ def open_features(name: str, *, weights: Path | None, device: torch.device) -> F
 
 
 def usual_features(source: str) -> str:
-    """Inception, except for the digits, which it cannot see."""
-    return "digits" if source == "digits" else "inception"
+    """Inception, except for the digits and points, which it cannot see."""
+    return {"digits": "digits", "mixture2d": "points"}.get(source, "inception")

@@ -18,7 +18,7 @@ from ict.evaluation.judge import Judge
 from ict.evaluation.records import IN_TRAINING, Record, add_record, main_scores, read_records, same_measure, show_number
 from ict.files import check_folder, explain, step_name, write_atomically
 from ict.model import ConsistencyModel, ModelSpec, build_model, pack_model, read_model
-from ict.pictures import comfortable_scale, grid, png
+from ict.pictures import comfortable_scale, enough, grid, png
 from ict.ranks import ALONE, Ranks
 from ict.sampling import Generator, load
 from ict.training.budget import Budget
@@ -101,7 +101,8 @@ class Run:
 
     def snapshot(self) -> None:
         """Samples from the same noise every time, so that a row of snapshots shows one set of images appear."""
-        sheet = grid(self.generator().sample(32, seed=0), columns=8, scale=comfortable_scale(self.spec.image_size))
+        size = self.spec.image_size
+        sheet = grid(self.generator().sample(enough(size, 32), seed=0), columns=8, scale=comfortable_scale(size))
         place = self.folder / "samples" / f"{step_name(self.state.step)}.png"
         self.write("a picture", lambda: write_atomically(place, png(sheet)))
 

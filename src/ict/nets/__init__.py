@@ -6,11 +6,12 @@ from torch import nn
 
 from ict.config import NetConfig, choose
 from ict.nets.adm import ADM
+from ict.nets.mlp import MLP
 from ict.nets.ncsnpp import NCSNpp
 from ict.nets.unet import UNet
 
 # (config, *, image_size, channels, classes) -> module; classes = 0 means no labels
-NETS: dict[str, Callable[..., nn.Module]] = {"unet": UNet, "ncsnpp": NCSNpp, "adm": ADM}
+NETS: dict[str, Callable[..., nn.Module]] = {"unet": UNet, "ncsnpp": NCSNpp, "adm": ADM, "mlp": MLP}
 
 
 def build_net(config: NetConfig, *, image_size: int, channels: int, classes: int) -> nn.Module:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ict.config import Config, ConfigError, choose, require
+from ict.mixture import ExactDiffusion
 from ict.model import ConsistencyModel, read_model
 from ict.objectives.ict import ImprovedConsistencyTraining
 from ict.solvers import SOLVERS
@@ -24,8 +25,10 @@ class ConsistencyDistillation(ImprovedConsistencyTraining):
         )
         self.teacher_on = functools.cache(self.load)
 
-    def load(self, device: torch.device) -> ConsistencyModel:
-        """The diffusion model that is distilled."""
+    def load(self, device: torch.device) -> ConsistencyModel | ExactDiffusion:
+        """The diffusion model that is distilled: one that was trained, or the exact one of the mixture in the plane."""
+        if self.path == "mixture2d":
+            return ExactDiffusion()
         model, spec, _ = read_model(Path(self.path).expanduser())
         if spec.kind != "diffusion":
             raise ConfigError(f"{self.path} is a {spec.kind} model: objective.teacher_model must be a diffusion model")

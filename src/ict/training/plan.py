@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from ict.config import Config, choose
 from ict.curriculum import CURRICULA, stages
+from ict.objectives import OBJECTIVES
+from ict.objectives.ict import ImprovedConsistencyTraining
 from ict.training.budget import Budget
 
 # Adam's second moment needs many steps to follow the jump of the gradient at each doubling of N.
@@ -23,7 +25,7 @@ class Plan:
     @classmethod
     def of(cls, config: Config, budget: Budget) -> "Plan":
         section = config.objective
-        if not section.gridded:
+        if not has_grid(section.kind):
             return cls([(0, 0)], budget.progress(0, 0.0)[1], budget.steps is None, 0)
         curriculum = choose("objective.curriculum", section.curriculum, CURRICULA)
         _, total = budget.progress(0, 0.0)
@@ -62,3 +64,9 @@ class Plan:
                 f"below {SHORT_STAGE} the optimiser hardly settles: train longer or lower objective.s1"
             )
         return None
+
+
+def has_grid(kind: str) -> bool:
+    """Whether an objective's levels are those of a grid of N, as in consistency training; others draw from all."""
+    found = OBJECTIVES.get(kind)
+    return isinstance(found, type) and issubclass(found, ImprovedConsistencyTraining)
