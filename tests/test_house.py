@@ -14,7 +14,8 @@ ROOMS = [
     "config", "recipes", "files", "download", "device", "precision", "ranks", "rng", "noise", "solvers", "mixture",
     "curriculum",
     "weighting", "lpips", "distance", "nets", "model", "objectives", "data", "training", "runfolder", "sampling",
-    "pictures", "display", "editing", "evaluation", "experiment", "cost", "info", "studies", "interop", "serve",
+    "pictures", "display", "editing", "evaluation", "experiment", "cost", "bench", "info", "studies", "interop",
+    "serve",
 ]  # fmt: skip
 DOOR = {"__init__", "__main__", "frontpage", "cli"}
 MODULES = sorted(SOURCE.rglob("*.py"))

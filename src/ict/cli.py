@@ -410,6 +410,30 @@ def bring(name: str, what: Download, place: Path, url: str | None) -> None:
         fetch(what, place, url=url, progress=progress)
 
 
+@app.command(help=COMMANDS["bench"])
+def bench(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or file.")],
+    batch: Annotated[int | None, typer.Option(help="Images a step; the recipe's unless given.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps that are timed, after the first ten.")] = 20,
+    set_: SetOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    require(batch is None or batch >= 1, f"--batch {batch}: use at least 1")
+    require(steps >= 1, f"--steps {steps}: use at least 1")
+    config = load_recipe(find_recipe(recipe), set_ or [])
+
+    from rich.console import Console
+
+    from ict.bench import bench as run_bench
+    from ict.bench import table
+    from ict.device import pick_device
+
+    console = Console()
+    with console.status("starting") as status:
+        found = run_bench(config, pick_device(device), batch=batch, steps=steps, say=status.update)
+    console.print(table(found))
+
+
 @app.command(help=COMMANDS["info"])
 def info(
     what: Annotated[str, typer.Argument(help="A recipe, a model file, or the folder of a run.")],

@@ -9,6 +9,7 @@ COMMANDS = {
     "tune": "Find the best noise levels for two and more steps.",
     "report": "Write the page of a run again.",
     "data": "Inspect, prepare or bring a set of images.",
+    "bench": "Measure how fast a recipe trains and samples here.",
     "info": "Describe a recipe or a model file.",
     "recipes": "List the recipes that come with ict.",
 }

@@ -101,7 +101,8 @@ class AverageVelocity(ConsistencyModel):
     def velocity(self, z: Tensor, t: Tensor, r: Tensor, label: Tensor | None, key: Tensor | None) -> Tensor:
         """u(z, r, t): the mean of dz/ds over s from r to t."""
         times = torch.stack((t, t - r), dim=1).to(torch.float32)
-        return self.net(z, times, label, key).to(z.dtype)
+        with trunk(self.precision, z.device):
+            return self.net(z, times, label, key).to(z.dtype)
 
 
 def flow_time(sigma: Tensor) -> Tensor:

@@ -6,11 +6,14 @@ precision turns the gradient, at every N and noise level; SAFE is what follows f
 """
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+_full = False
 
 # precision -> the largest N at which its gradient is safe; the fastest first
 SAFE = {"fp16": 1281}
@@ -34,9 +37,20 @@ def allow_tf32(precision: str) -> None:
     torch.backends.cudnn.allow_tf32 = precision != "float32"
 
 
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """Inside, no trunk computes in half precision, whatever its model says: for derivatives along a path."""
+    global _full
+    before, _full = _full, True
+    try:
+        yield
+    finally:
+        _full = before
+
+
 def trunk(precision: str, device: torch.device) -> contextlib.AbstractContextManager:
     """Inside, layers compute in this precision."""
-    if precision not in HALF:
+    if precision not in HALF or _full:
         return contextlib.nullcontext()
     return torch.autocast(device.type, HALF[precision], cache_enabled=False)
 

@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ict.model import ConsistencyModel
 from ict.nets.kernels import plain_layers
+from ict.precision import full_precision
 
 
 def derivative(
@@ -16,9 +17,10 @@ def derivative(
 ) -> tuple[Tensor, Tensor]:
     """A function's value at a point, and its derivative there along a direction (forward mode); neither has a gradient.
 
-    Fused kernels have no forward mode, neither this project's nor those of attention: torch's plain layers have.
+    Fused kernels have no forward mode, neither this project's nor those of attention: torch's plain layers have. They
+    compute in float32 (or tf32): what half precision does to a derivative has not been measured.
     """
-    with torch.no_grad(), plain_layers(), sdpa_kernel(SDPBackend.MATH):
+    with torch.no_grad(), plain_layers(), full_precision(), sdpa_kernel(SDPBackend.MATH):
         return cast(tuple[Tensor, Tensor], torch.func.jvp(function, at, along))
 
 

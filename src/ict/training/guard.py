@@ -30,6 +30,7 @@ OFTEN = 0.5  # share of the last 20 or so steps that may be skipped
 KEPT = 200  # steps of history that are kept as evidence
 SCALE = 2.0**12  # what a loss in fp16 is first multiplied with, so that its small gradients are not rounded to zero
 SCALES = (1.0, 2.0**24)
+BEYOND = 3  # steps in a row whose loss may be not finite in fp16, before the trunk leaves it
 PATIENT = 1000  # steps without overflow after which twice the scale is tried
 
 
@@ -73,6 +74,8 @@ class GuardState:
     scale: float = SCALE
     clean: int = 0  # steps since the scale was last changed
     overflows: int = 0  # steps that were lost because the scale was too high
+    beyond: int = 0  # steps in a row whose loss was not finite in fp16
+    left_half: bool = False  # fp16 gave answers that are not finite, and the trunk has left it for good
 
     def save(self) -> dict[str, Any]:
         return asdict(self)
@@ -96,10 +99,6 @@ class Guard:
         self.history: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self.sums = torch.zeros(3, BINS, device=device)  # losses, gradients and samples of each bin
 
-    def scale(self, precision: str) -> float:
-        """What the loss is multiplied with before its gradient is taken."""
-        return self.state.scale if precision == "fp16" else 1.0
-
     def begin(self) -> None:
         """A new step: nothing of it has been seen."""
         self.sums.zero_()
@@ -119,8 +118,11 @@ class Guard:
         """The gradient with respect to the net's answer: what each noise level asks of the net."""
         self.sums[1] += spread(g.flatten(1).float().norm(dim=1) * scale, inside)
 
-    def check(self, loss: Tensor, gradient: Tensor, *, step: int, levels: float, scale: float = 1.0) -> bool:
-        """Whether the optimiser may take this step. The same answer on every rank; waits for the GPU."""
+    def check(self, loss: Tensor, gradient: Tensor, *, step: int, levels: float, scaled: bool = False) -> bool:
+        """Whether the optimiser may take this step. The same answer on every rank; waits for the GPU.
+
+        `scaled`: the trunk is in fp16, and the gradient that of a scaled loss.
+        """
         row = torch.cat((loss.detach().float().reshape(1), self.sums.flatten()))
         row = self.ranks.add(row)
         loss.copy_(row[0])
@@ -135,7 +137,7 @@ class Guard:
             }
         )  # fmt: skip
         self.rescale(levels)
-        if scale > 1 and self.overflowed(good, total):
+        if scaled and self.overflowed(good, total):
             return False
         self.state.often += (float(not good) - self.state.often) / 20
         if not good:
@@ -153,9 +155,15 @@ class Guard:
         return True
 
     def overflowed(self, good: bool, loss: float) -> bool:
-        """Whether a gradient is infinite because the loss's scale is too high; finds the highest that is not."""
+        """Whether fp16 alone is to blame for a step that is not finite. Finds the highest scale at which no gradient is
+        infinite; if not even the loss is finite, several times in a row, the trunk has to leave fp16."""
         state = self.state
-        overflow = not good and math.isfinite(loss) and state.scale > SCALES[0]
+        if not math.isfinite(loss):
+            state.beyond += 1
+            state.left_half = state.left_half or state.beyond >= BEYOND
+            return state.beyond <= BEYOND
+        state.beyond = 0
+        overflow = not good and state.scale > SCALES[0]
         state.clean = 0 if overflow else state.clean + 1
         if overflow:
             state.scale, state.overflows = state.scale / 2, state.overflows + 1

@@ -51,7 +51,7 @@ class Passes:
         self.records = (
             config.speed.graphs and self.device.type == "cuda" and ranks.count == 1 and hasattr(self.objective, "phase")
         )
-        self.scale = 1.0
+        self.scale, self.scaled = 1.0, False
         self.kept: Recording | None = None
         self.last: Any = None  # what the last step had that a recording cannot change
 
@@ -61,7 +61,8 @@ class Passes:
         phase = self.objective.phase(step) if hasattr(self.objective, "phase") else None  # type: ignore
         figures = {} if phase is None else dict(phase.figures)
         self.set_precision(figures.get("levels"))
-        scale = self.scale = self.guard.scale(self.model.precision)
+        self.scaled = self.model.precision == "fp16"
+        scale = self.scale = self.guard.state.scale if self.scaled else 1.0
         if not self.records or phase is None:
             return self.compute(step, phase, pixels, labels, torch.full((), scale, device=self.device))
         inputs = {
@@ -84,9 +85,12 @@ class Passes:
 
     def set_precision(self, levels: float | None) -> None:
         """What the trunk of student and teacher computes in, at this N."""
-        precision = pick_precision(
-            self.config.speed.precision, self.device, levels=None if levels is None else int(levels)
-        )
+        asked = self.config.speed.precision
+        if asked == "auto" and self.guard.state.left_half:
+            asked = "tf32"
+        precision = pick_precision(asked, self.device, levels=None if levels is None else int(levels))
+        if precision != self.model.precision and self.guard.state.left_half:
+            self.warn("numbers have left the range of fp16: from here on the net computes in tf32, which is slower")
         for model in (self.model, self.target):
             if model is not None:
                 model.precision = precision
