@@ -21,9 +21,11 @@ from ict.evaluation.features import open_features
 from ict.evaluation.judge import draw, look, look_at_real
 from ict.evaluation.metrics import frechet_distance
 from ict.model import ModelSpec, build_model, pack_model
+from ict.ranks import ALONE
 from ict.recipes import find_recipe, load_recipe
 from ict.sampling import Generator
 from ict.training.budget import Budget
+from ict.training.guard import Guard
 from ict.training.loop import new_state, train
 from ict.training.speed import set_up
 
@@ -47,13 +49,18 @@ def main() -> None:
         set_up(config, model, device)
         torch.cuda.reset_peak_memory_stats()
         state, levels, begun = new_state(config, model), 0, time.perf_counter()
-        for _ in train(config, state, images, Budget(seconds=float(seconds)), warn=print):
+        guard = Guard(config, ALONE, device)
+        for _ in train(config, state, images, Budget(seconds=float(seconds)), guard=guard, warn=print):
             levels = state.stats.get("levels", state.stats.get("stage", 0))
+            if guard.alarm is not None:
+                print(f"step {state.step}: {guard.alarm}", *list(guard.history)[-12:], sep="\n  ")
+                break
         spent = time.perf_counter() - begun
         print(
             f"{name} | {keys.strip()} | {state.model.size / 1e6:.1f}M | {state.step:,} steps, "
             f"{state.step * config.training.batch / spent:,.0f} images/s, "
-            f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB | N {levels} | loss {state.loss.item():.3g} | "
+            f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB | N {levels} | loss {guard.state.smooth:.3g}, scale "
+            f"{guard.state.scale:g} after {guard.state.overflows} overflows, {guard.state.skipped} skipped | "
             f"{judge(state, spec, net, real, device)}",
             flush=True,
         )

@@ -1,0 +1,89 @@
+"""How the time of a training step grows: with the batch, the size of the images, and the depth of the net.
+
+    PYTHONPATH=src python benchmarks/growth.py PICTURE.png [recipe]
+
+Prints a table and draws it (matplotlib). Random images, `[speed]` as the recipe has it.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from ict.bench import Bench, ceiling, machine, random_images, time_steps
+from ict.config import Config
+from ict.cost import measure
+from ict.device import pick_device
+from ict.model import ModelSpec, build_model
+from ict.recipes import find_recipe, load_recipe
+from ict.training.speed import set_up
+
+BATCHES = (64, 128, 256, 512, 1024, 2048)
+DEPTHS = (1, 2, 4, 8)
+
+
+def one(config: Config, device: torch.device, peak: float) -> Bench:
+    images = random_images(config, count=2 * config.training.batch)
+    spec = ModelSpec.from_config(config, images.class_names)
+    model = build_model(spec)
+    set_up(config, model, device)
+    found = Bench(
+        recipe=config.name, machine=machine(device), batch=config.training.batch, parameters=model.size,
+        precision=config.speed.precision, operations=measure(spec).training, ceiling=peak,
+    )  # fmt: skip
+    time_steps(config, model, images, found, steps=6, say=lambda text: None)
+    return found
+
+
+def main() -> None:
+    picture, recipe = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "cifar10-ict"
+    device = pick_device("auto")
+    peak = ceiling(device, "fp16" if device.type == "cuda" else "float32")
+    always = ["training.accumulate=1", "training.deterministic=false"]
+    rows: list[tuple[str, int, list[str]]] = []
+    rows += [("batch", n, [f"training.batch={n}"]) for n in BATCHES]
+    rows += [("pixels a side", n, [f"data.image_size={n}", f"net.attention=[{n // 2}]"]) for n in (32, 64)]
+    rows += [("blocks a level", n, [f"net.blocks={n}"]) for n in DEPTHS]
+    curves: dict[str, list[tuple[int, Bench]]] = {}
+    print(f"{machine(device)}; {recipe}, {peak / 1e12:.0f} TFLOP/s in a large product")
+    print("what             value   ms a step  images/s  TFLOP/s  share  memory GiB")
+    for name, value, sets in rows:
+        base = ["training.batch=128"] if name != "batch" else []
+        try:
+            found = one(load_recipe(find_recipe(recipe), [*always, *base, *sets]), device, peak)
+        except torch.OutOfMemoryError:
+            print(f"{name:16} {value:6d}   out of memory")
+            continue
+        rate = found.batch / found.step
+        print(
+            f"{name:16} {value:6d} {1000 * found.step:11.1f} {rate:9.0f} {rate * found.operations / 1e12:8.1f} "
+            f"{rate * found.operations / peak:6.0%} {found.memory / 2**30:11.1f}",
+            flush=True,
+        )
+        curves.setdefault(name, []).append((value, found))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    draw(curves, picture)
+
+
+def draw(curves: dict[str, list[tuple[int, Bench]]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(curves), figsize=(4 * len(curves), 3.2), squeeze=False)
+    for axis, (name, points) in zip(axes[0], curves.items(), strict=True):
+        values, steps = [value for value, _ in points], [1000 * found.step for _, found in points]
+        axis.loglog(values, steps, "o-", color="tab:blue", base=2)
+        axis.loglog(values, [steps[-1] * value / values[-1] for value in values], "--", color="grey", base=2)
+        axis.set_xlabel(name)
+        axis.set_xticks(values, labels=[f"{value:,}" for value in values])
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("ms a step (dashed: in proportion)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
