@@ -76,7 +76,8 @@ def draw(curves: dict[str, list[tuple[int, Bench]]], path: Path) -> None:
     for axis, (name, points) in zip(axes[0], curves.items(), strict=True):
         values, steps = [value for value, _ in points], [1000 * found.step for _, found in points]
         axis.loglog(values, steps, "o-", color="tab:blue", base=2)
-        axis.loglog(values, [steps[-1] * value / values[-1] for value in values], "--", color="grey", base=2)
+        power = 2 if name == "pixels a side" else 1
+        axis.loglog(values, [steps[-1] * (value / values[-1]) ** power for value in values], "--", color="grey", base=2)
         axis.set_xlabel(name)
         axis.set_xticks(values, labels=[f"{value:,}" for value in values])
         axis.grid(alpha=0.3)

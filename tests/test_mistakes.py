@@ -75,6 +75,18 @@ MISTAKES = {
     "the weight of the other side: no 1/gap": (
         "weighting.py", "return 1 / (sigma_high - sigma_low)", "return 1 / sigma_low", "objectives/test_ict.py",
     ),
+    "levels told apart in half precision": (
+        "nets/layers.py", "        with exact(embedding):", "        if True:", "test_precision.py",
+    ),
+    "a noise embedding in half precision": (
+        "nets/unet.py", "        with exact(c_noise):", "        if True:", "test_precision.py",
+    ),
+    "gradients of a scaled loss that stay scaled": (
+        "training/update.py", "if scale != 1:", "if False:", "training/test_update.py",
+    ),
+    "pairs drawn from the room that a larger N will need": (
+        "objectives/ict.py", "value=2.0)", "value=0.0)", "objectives/test_ict.py",
+    ),
     "N that is not a function of the step": (
         "objectives/ict.py", "        n = self.levels(step.done, step.total)",
         "        n = self.n = getattr(self, 'n', self.levels(step.done, step.total))", "objectives/test_ict.py",
@@ -100,7 +112,7 @@ MISTAKES = {
         "evaluation/test_judge.py::test_the_search_does_not_return_a_stale_value",
     ),
     "the mean over pieces instead of the batch": (
-        "training/loop.py", "loss.per_sample.sum() / training.batch", "loss.per_sample.mean()",
+        "training/passes.py", "loss.per_sample.sum() / training.batch", "loss.per_sample.mean()",
         "training/test_loop.py",
     ),
 }  # fmt: skip
