@@ -19,7 +19,7 @@ from ict.files import list_checkpoints
 from ict.model import ModelSpec, build_model
 from ict.nets.dropout import Dropout, dropout_mask
 from ict.nets.kernels import plain_layers
-from ict.nets.layers import Fir
+from ict.nets.layers import BoxDown, BoxUp, Fir
 from ict.nets.norm import Norm
 from ict.objectives import build_objective
 from ict.objectives.base import Step
@@ -187,10 +187,10 @@ def test_fused_norms_are_as_near_to_the_truth_as_torchs(shape, groups, dtype, la
         assert error <= 2 * usual + max(1e-6, torch.finfo(dtype).eps) * truth.norm()
 
 
-@pytest.mark.parametrize("options", [{"up": 2}, {"down": 2}, {"padding": 2}])
+@pytest.mark.parametrize("make", [lambda: Fir(up=2), lambda: Fir(down=2), lambda: Fir(padding=2), BoxUp, BoxDown])
 @pytest.mark.parametrize("size", [4, 6, 32])
-def test_the_fused_filter_is_the_filter(options, size):
-    layer, answers = Fir(**options).cuda(), []
+def test_the_fused_filter_is_the_filter(make, size):
+    layer, answers = make().cuda(), []
     torch.manual_seed(0)
     x = torch.randn(3, 96, size, size, device="cuda", requires_grad=True)
     for context in (contextlib.nullcontext, plain_layers):

@@ -28,28 +28,29 @@ def _places(pixels, channels, tall: tl.constexpr, wide: tl.constexpr):
     )
 
 
-# --- the filter [1, 3, 3, 1] in both directions
+# --- the filters [1, 3, 3, 1] and [1, 1] in both directions
 
 
 @triton.jit
 def _fir_kernel(
-    x, y, old_height, old_width, height, width, channels, gain,
+    x, y, old_height, old_width, height, width, channels, gain, taps: tl.constexpr,
     up: tl.constexpr, down: tl.constexpr, padding: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
-    """y[o] = Σ taps[i] x[(o · down + i − padding) / up], where that is a whole place inside."""
+    """y[o] = Σ tap[i] x[(o · down + i − padding) / up], where that is a whole place inside; the taps are 1, 3, 3, 1, or
+    1, 1."""
     pixel, channel, base = _places(height * width, channels, tall, wide)
     inside = channel < channels
     row, column = pixel // width, pixel % width
     source = tl.program_id(0).to(tl.int64) * old_height * old_width * channels
     total = tl.zeros([tall, wide], tl.float32)
-    for i in tl.static_range(4):
+    for i in tl.static_range(taps):
         h = row * down + i - padding
         rows_inside = (h >= 0) & (h % up == 0) & (h // up < old_height) & (pixel < height * width)
-        for j in tl.static_range(4):
+        for j in tl.static_range(taps):
             w = column * down + j - padding
             mask = (rows_inside & (w >= 0) & (w % up == 0) & (w // up < old_width))[:, None] & inside[None, :]
             place = ((h // up) * old_width + w // up)[:, None] * channels + channel[None, :]
-            tap = (1 + 2 * (i % 3 > 0)) * (1 + 2 * (j % 3 > 0))
+            tap = (1 + 2 * (i % 3 > 0)) * (1 + 2 * (j % 3 > 0)) if taps == 4 else 1
             total += tl.load(x + source + place, mask, 0.0).to(tl.float32) * tap
     mask = (pixel < height * width)[:, None] & inside[None, :]
     tl.store(y + base + pixel[:, None] * channels + channel[None, :], (total * gain).to(y.dtype.element_ty), mask)
@@ -59,18 +60,21 @@ class _Fir(torch.autograd.Function):
     """x [B, H, W, C], contiguous."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, size: tuple[int, int], up: int, down: int, padding: int, gain: float) -> Tensor:
+    def forward(
+        ctx, x: Tensor, size: tuple[int, int], taps: int, up: int, down: int, padding: int, gain: float
+    ) -> Tensor:
         y = torch.empty(x.shape[0], *size, x.shape[3], dtype=x.dtype, device=x.device)
         samples, pixels, channels, tall, wide = tile(y)
         _fir_kernel[samples, triton.cdiv(pixels, tall), triton.cdiv(channels, wide)](
-            x, y, *x.shape[1:3], *size, channels, gain, up=up, down=down, padding=padding, tall=tall, wide=wide
-        )
-        ctx.size, ctx.options = tuple(x.shape[1:3]), (down, up, 3 - padding, gain)
+            x, y, *x.shape[1:3], *size, channels, gain,
+            taps=taps, up=up, down=down, padding=padding, tall=tall, wide=wide,
+        )  # fmt: skip
+        ctx.size, ctx.options = tuple(x.shape[1:3]), (taps, down, up, taps - 1 - padding, gain)
         return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore
-        return _Fir.apply(dy.contiguous(), ctx.size, *ctx.options), None, None, None, None, None
+        return _Fir.apply(dy.contiguous(), ctx.size, *ctx.options), *[None] * 6
 
 
 def fir(x: Tensor, *, up: int, down: int, padding: int) -> Tensor:
@@ -78,8 +82,20 @@ def fir(x: Tensor, *, up: int, down: int, padding: int) -> Tensor:
     is more than 1) of stride down (or up) and this padding does it. The gain is up²."""
     height, width = (n * up if up > 1 else (n + 2 * padding - 4) // down + 1 for n in x.shape[2:])
     placed = 3 - padding if up > 1 else padding
-    y = _Fir.apply(x.permute(0, 2, 3, 1).contiguous(), (height, width), up, down, placed, up**2 / 64)
+    y = _Fir.apply(x.permute(0, 2, 3, 1).contiguous(), (height, width), 4, up, down, placed, up**2 / 64)
     return y.permute(0, 3, 1, 2)
+
+
+def box_up(x: Tensor) -> Tensor:
+    """Each pixel four times."""
+    size = 2 * x.shape[2], 2 * x.shape[3]
+    return _Fir.apply(x.permute(0, 2, 3, 1).contiguous(), size, 2, 2, 1, 1, 1.0).permute(0, 3, 1, 2)
+
+
+def box_down(x: Tensor) -> Tensor:
+    """The mean of each 2×2 pixels."""
+    size = x.shape[2] // 2, x.shape[3] // 2
+    return _Fir.apply(x.permute(0, 2, 3, 1).contiguous(), size, 2, 1, 2, 0, 0.25).permute(0, 3, 1, 2)
 
 
 # --- the sum of two paths
