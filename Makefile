@@ -17,8 +17,9 @@ demo: $(VENV)/core          ## train a digit generator and show it: runs/digits/
 test: $(VENV)/dev           ## the fast tests
 	$(PYTEST) -n 2
 
-test-slow: $(VENV)/dev      ## trains the digits twice, makes every known mistake on purpose
-	$(PYTEST) -m slow -n 2 --dist loadfile -rP
+WHICH ?= slow
+test-slow: $(VENV)/dev      ## trains the digits, and every method; makes every known mistake on purpose
+	$(PYTEST) -m "$(WHICH)" -n 2 --dist loadfile -rP
 
 test-faults: $(VENV)/dev    ## kills runs, damages checkpoints, fills disks, loses ranks (10 minutes on two cores)
 	$(PYTEST) -m faults -n 2 -rP tests/faults

@@ -5,12 +5,15 @@ import math
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ict.config import Config, NoiseConfig, from_dict
+from ict.data import load_images, to_uint8
 from ict.model import ConsistencyModel, scalings
 from ict.objectives import Step
+from ict.recipes import find_recipe, load_recipe
 
 TINY = {
     "name": "tiny",
@@ -96,3 +99,20 @@ class DeltaNet(nn.Module):
         scaled = scalings(sigma, sigma_min=self.sigma_min, sigma_data=self.sigma_data)
         c_skip, c_out, c_in = (c.reshape(-1, 1, 1, 1) for c in scaled[:3])
         return self.weight * (self.image - c_skip * x / c_in) / c_out
+
+
+def fit_judge():
+    """A classifier fitted to the real digits, first shown to know digits that it has not seen."""
+    from sklearn.neural_network import MLPClassifier
+
+    images = load_images(load_recipe(find_recipe("digits")).data)
+    x, y = images.pixels.flatten(1).numpy() / 255, images.labels.numpy()
+    half = MLPClassifier((128,), alpha=1e-2, max_iter=400, random_state=0).fit(x[::2], y[::2])
+    assert half.score(x[1::2], y[1::2]) > 0.95
+    assert half.predict_proba(x[1::2]).max(axis=1).mean() > 0.9
+    return MLPClassifier((128,), alpha=1e-2, max_iter=400, random_state=0).fit(x, y)
+
+
+def verdict(judge, images: torch.Tensor) -> np.ndarray:
+    """What the judge makes of samples: the probability of each digit."""
+    return judge.predict_proba(to_uint8(images).flatten(1).numpy() / 255)

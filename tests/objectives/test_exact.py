@@ -21,6 +21,7 @@ BOUNDS = {
 
 
 @pytest.mark.slow
+@pytest.mark.training
 @pytest.mark.parametrize("kind", BOUNDS)
 def test_the_learned_map_is_the_exact_one(kind, tmp_path):
     bound, keys = BOUNDS[kind]
