@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,8 +21,7 @@ from ict.experiment.goback import go_back, guard_of, read_attempt
 from ict.experiment.parts import Run, fresh_model, warn_on
 from ict.files import check_folder, explain, holds_run, list_checkpoints, write_atomically
 from ict.model import ModelSpec, pack_model
-from ict.objectives import Step, build_objective
-from ict.ranks import Ranks, device_of_rank, join_ranks
+from ict.ranks import ALONE, Ranks, device_of_rank, join_ranks
 from ict.runfolder import leftovers, open_folder
 from ict.training.budget import Budget
 from ict.training.checkpoint import Found, restore, surroundings
@@ -30,7 +30,7 @@ from ict.training.interrupt import Interrupt, Stopped
 from ict.training.log import RunLog, TrainingFailed
 from ict.training.loop import TrainState, new_state, train
 from ict.training.optimiser import learning_rate
-from ict.training.passes import load_batch
+from ict.training.passes import Passes
 from ict.training.plan import Plan
 from ict.training.saver import Saver
 from ict.training.speed import set_up
@@ -235,12 +235,15 @@ def rehearse(config: Config, state: TrainState, images: Images, ranks: Ranks) ->
     count = config.training.batch // config.training.accumulate // ranks.count if device.type == "cuda" else 1
     sample = torch.zeros(count, dtype=torch.int64, device=device)
     one = Images(pixels=images.pixels[:1], labels=images.labels[:1], class_names=images.class_names).to(device)
+    single = replace(config, training=replace(config.training, accumulate=1))
     try:
         learning_rate(config.training, 0.0)
-        x, labels = load_batch(config, one.pixels[sample], one.labels[sample], sample, seed=config.seed, step=0)
-        step = Step(seed=config.seed, number=0, done=0, total=1, target=state.target, samples=sample)
-        loss = build_objective(config)(state.model.train(), x, labels, step).per_sample.sum()
-        loss.backward()
+        state.model.train()
+        passes = Passes(
+            single, state.model, state.target, samples=sample, guard=Guard(config, ALONE, device), ranks=ALONE
+        )
+        pixels, labels = one.pixels[sample], one.labels[sample]
+        loss, _, _ = passes.take(pixels, labels, seed=config.seed, number=0, done=0, total=1)
     except (ConfigError, torch.OutOfMemoryError):
         raise
     except (ValueError, OverflowError, ZeroDivisionError, RuntimeError) as error:

@@ -26,4 +26,5 @@ def compile_net(model: ConsistencyModel) -> None:
         model.device.type == "cpu" or have_triton(), "speed.compile needs Triton, which is not installed: leave it out"
     )
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "inductor"))
-    model.net.compile(fullgraph=True, dynamic=False)
+    if model.net._compiled_call_impl is None:  # not twice
+        model.net.compile(fullgraph=True, dynamic=False)
