@@ -16,6 +16,7 @@ def set_up(config: Config, model: ConsistencyModel, device: torch.device) -> Non
     speed = config.speed
     if device.type == "cuda":
         make_deterministic(config.training.deterministic)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass gives NaN for some shapes (torch 2.11 to 2.13)
     use_kernels(speed.kernels)
     place(model, device, channels_last=speed.channels_last)
 
