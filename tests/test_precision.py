@@ -15,7 +15,7 @@ from ict.precision import SAFE, exact, full_precision, pick_precision
 from ict.ranks import ALONE
 from ict.sampling import Generator
 from ict.training.budget import Budget
-from ict.training.guard import BEYOND, Guard
+from ict.training.guard import BEYOND, Guard, GuardState
 from ict.training.loop import new_state, train
 
 CPU = torch.device("cpu")
@@ -131,9 +131,9 @@ def test_a_trunk_whose_numbers_leave_the_range_of_fp16_leaves_it():
     for number in range(BEYOND):
         assert not guard.state.left_half, number
         overflow(guard, loss=float("nan"))
-    assert guard.state.left_half and guard.state.skipped == 0
-    overflow(guard, loss=float("nan"))
-    assert guard.state.skipped == 1  # fp16 was asked for by name, and so stays
+    assert guard.state.left_half and guard.state.skipped == BEYOND and not guard.calm
+    guard.forget(GuardState())
+    assert guard.state.left_half  # also after a way back
     config, said = tiny_config(training={"steps": 3}), []
     state = new_state(config, build_model(ModelSpec.from_config(config, tuple("0123456789"))))
     for _ in train(config, state, load_images(config.data), Budget(steps=3), guard=guard, warn=said.append):

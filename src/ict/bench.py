@@ -22,6 +22,7 @@ from ict.training.budget import Budget
 from ict.training.guard import Guard
 from ict.training.loop import new_state, train
 from ict.training.passes import Passes, load_batch
+from ict.training.plan import has_grid
 from ict.training.speed import set_up
 from ict.training.update import Update
 
@@ -39,7 +40,7 @@ class Bench:
     batch: int
     parameters: int
     precision: str
-    operations: int  # of one training image
+    operations: int  # of one training image: student there and back, teacher (a derivative is counted as one)
     ceiling: float  # operations a second of a large matrix product in that precision
     first: float = 0.0  # the first steps: compiling and recording
     step: float = 0.0
@@ -55,14 +56,16 @@ def bench(config: Config, device: torch.device, *, batch: int | None, steps: int
     pieces = training.accumulate if batch % training.accumulate == 0 else 1
     training = replace(training, batch=batch, accumulate=pieces, steps=ENDLESS, images=None, budget=None)
     config = replace(config, training=training)
-    images = random_images(config, count=min(4 * batch, 8192))
+    images = random_images(config, count=max(batch, min(4 * batch, 8192)))
     spec = ModelSpec.from_config(config, images.class_names)
-    levels = config.objective.s1 + 1
+    levels = config.objective.s1 + 1 if has_grid(config.objective.kind) else None
     precision = pick_precision(config.speed.precision, device, levels=levels)
     say("measuring the ceiling")
+    cost = measure(spec)
     found = Bench(
         recipe=config.name, machine=machine(device), batch=batch, parameters=0, precision=precision,
-        operations=measure(spec).training, ceiling=ceiling(device, precision),
+        operations=cost.training - (cost.forward if spec.kind == "diffusion" else 0),
+        ceiling=ceiling(device, precision),
     )  # fmt: skip
     model = build_model(spec, seed=config.seed)
     found.parameters = model.size
@@ -74,7 +77,7 @@ def bench(config: Config, device: torch.device, *, batch: int | None, steps: int
     found.parts["the rest"] = max(0.0, found.step - sum(found.parts.values()))
     say("sampling")
     generator = Generator(model, spec).to(device, precision=config.speed.precision)
-    for calls in (1, 2):
+    for calls in (1, 2) if spec.kind != "diffusion" else (2, 18):
         at_once = min(batch, 1000)
         seconds = timed(lambda calls=calls, n=at_once: generator.sample(n, steps=calls, batch=n), device, repeats=3)
         found.sampling[calls] = at_once / seconds
@@ -88,7 +91,9 @@ def time_steps(
     device = model.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    run = train(config, new_state(config, model), images, Budget(steps=ENDLESS), warn=say)
+    state = new_state(config, model)
+    state.step = ENDLESS - 10**6
+    run = train(config, state, images, Budget(steps=ENDLESS), warn=say)
     begun = time.perf_counter()
     for _ in itertools.islice(run, WARM):
         pass

@@ -129,6 +129,7 @@ def sample(
         float | None, typer.Option(help="Which of the run's averages; the recipe's first unless given.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Images computed at a time.")] = 256,
+    precision: Annotated[str, typer.Option(help="What the net computes in: float32, tf32, fp16, bf16.")] = "auto",
     device: DeviceOption = "auto",
 ) -> None:
     ladder = parse_sigmas(sigmas)
@@ -147,7 +148,7 @@ def sample(
     from ict.pictures import comfortable_scale, grid, png
     from ict.sampling import check_count, load
 
-    generator = load(model, ema=ema, device=pick_device(device))
+    generator = load(model, ema=ema, device=pick_device(device), precision=precision)
     check_count(count)
     turns = itertools.cycle([] if label is None else label.split(","))
     labels = [one.strip() for one in itertools.islice(turns, count)] or None

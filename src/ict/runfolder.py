@@ -4,7 +4,7 @@ import dataclasses
 import shutil
 from pathlib import Path
 
-from ict.config import BOUNDS, Config, ConfigError, EvaluationConfig, require, to_dict
+from ict.config import BOUNDS, Config, ConfigError, EvaluationConfig, SpeedConfig, from_dict, require, to_dict
 from ict.files import holds_run, list_checkpoints, list_evidence, list_snapshots, remove, step_of, write_atomically
 from ict.recipes import to_toml
 from ict.training.budget import Budget
@@ -65,13 +65,15 @@ def step_back(folder: Path, found: Found) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-# What a resumed run may change: how long it is, what it is called, where its data is, and what it writes on the way.
+# What a resumed run may change: how long it is, what it is called, where its data is, what it writes on the way, and how
+# a GPU computes it.
 FREE = {
     "name",
     "about",
     "data.path",
     "data.feed",
     *(f"evaluation.{key.name}" for key in dataclasses.fields(EvaluationConfig)),
+    *(f"speed.{key.name}" for key in dataclasses.fields(SpeedConfig)),
     *(f"training.{key}" for key in (*BOUNDS, "accumulate", "log_every", "save_every", "snapshots")),
     *(f"training.{key}" for key in ("keep", "keep_every", "rollbacks", "shard_optimiser")),
 }
@@ -84,7 +86,7 @@ def check_same(config: Config, found: Found) -> None:
         steps is None or steps >= found.manifest["step"],
         f"training.steps = {steps}, but {found.path} is past that: a run can be made longer, not shorter",
     )
-    old, new = flatten(found.manifest["recipe"]), flatten(to_dict(config))
+    old, new = flatten(to_dict(from_dict(Config, found.manifest["recipe"]))), flatten(to_dict(config))
     changed = [
         f"{key}: {old.get(key)!r} then, {new.get(key)!r} now"
         for key in sorted(old.keys() | new.keys())

@@ -14,7 +14,7 @@ from ict.device import place
 from ict.files import list_checkpoints
 from ict.model import ConsistencyModel, ModelSpec, read_model
 from ict.noise import karras_sigmas
-from ict.precision import pick_precision
+from ict.precision import allow_tf32, pick_precision
 from ict.rng import Stream
 from ict.solvers import heun
 from ict.training.checkpoint import MANIFEST, average_name, check_checkpoint
@@ -124,8 +124,12 @@ class Generator:
     def to(self, device: torch.device | str, *, precision: str = "auto") -> "Generator":
         """On another device, with a net that computes in this precision: float32, tf32, fp16, bf16, or what is best."""
         require(precision in PRECISIONS, f"precision = {precision!r}: use {', '.join(PRECISIONS)}")
+        if precision == "auto" and self.origin.get("precision") in PRECISIONS:
+            precision = self.origin["precision"]  # a model whose numbers leave the range of fp16 says so
         place(self.model, device)
         self.model.precision = pick_precision(precision, torch.device(device))
+        if torch.device(device).type == "cuda":
+            allow_tf32(self.model.precision)
         return self
 
     def sample(

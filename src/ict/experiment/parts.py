@@ -66,11 +66,13 @@ class Run:
         """The first average as it is now."""
         model = build_model(self.spec)
         model.load_state_dict(self.state.averages[0].weights)
-        return Generator(model, self.spec, self.origin()).to(self.state.model.device)
+        precision = "auto" if self.guard.state.left_half else self.config.speed.precision
+        return Generator(model, self.spec, self.origin()).to(self.state.model.device, precision=precision)
 
     def origin(self) -> dict[str, Any]:
         """Where the first average comes from."""
-        return {"run": self.config.name, "step": self.state.step, "ema": self.state.averages[0].decay}
+        found = {"run": self.config.name, "step": self.state.step, "ema": self.state.averages[0].decay}
+        return {**found, "precision": "tf32"} if self.guard.state.left_half else found
 
     def score(self) -> None:
         """Score the first average, all ranks together; keep it if it is the best so far."""

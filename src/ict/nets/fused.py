@@ -7,6 +7,7 @@ import torch
 import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 PIXELS = 256  # that one program sums
 
@@ -171,6 +172,7 @@ class _Join(torch.autograd.Function):
         return y, sums
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy: Tensor, _: Tensor | None):  # type: ignore
         (first, second, third), dy = ctx.kinds, dy.contiguous()
         samples, pixels, channels, tall, wide = tile(dy)
@@ -199,9 +201,11 @@ def join(x: Tensor, other: Tensor, bias: Tensor, *, scale: float) -> Tensor:
 
 def remember(x: Tensor, sums: Tensor | None) -> Tensor:
     """Let a map carry its sums along: float32 [2, B, parts, C], see `_join_kernel`."""
-    x._ict_sums = sums  # type: ignore
+    x._ict_sums = (sums, x._version)  # type: ignore
     return x
 
 
 def recall(x: Tensor | None) -> Tensor | None:
-    return getattr(x, "_ict_sums", None)
+    """What a map remembers, unless it has been changed since."""
+    sums, version = getattr(x, "_ict_sums", (None, None))
+    return sums if x is not None and version == x._version else None

@@ -17,6 +17,7 @@ import torch
 import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ict.nets.dropout import threshold
 from ict.nets.fused import PIXELS, add_rows, recall, remember, tile
@@ -264,7 +265,10 @@ class _Norm(torch.autograd.Function):
         return y, x, other
 
     @staticmethod
-    def backward(ctx, dy: Tensor, *past: Tensor | None):  # type: ignore
+    @once_differentiable
+    def backward(ctx, dy: Tensor | None, *past: Tensor | None):  # type: ignore
+        if dy is None:  # only what flows past was used
+            return *past, *[None] * 9
         x, other, rows, keys = ctx.saved_tensors
         maps = [each for each in (x, other) if each is not None]
         drop = (x if keys is None else keys, threshold(ctx.p), ctx.p)

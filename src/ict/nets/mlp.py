@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from ict.config import NetConfig, require
 from ict.nets.dropout import Dropout, number_dropouts
 from ict.nets.unet import Embedding
+from ict.precision import exact
 
 
 class Block(nn.Module):
@@ -23,7 +24,9 @@ class Block(nn.Module):
         self.path = nn.Identity() if inputs == outputs else nn.Linear(inputs, outputs)
 
     def forward(self, x: Tensor, embedding: Tensor, key: Tensor | None) -> Tensor:
-        inner = F.silu(self.first(F.silu(self.norm(x))) + self.embed(embedding))
+        with exact(embedding):
+            e = self.embed(embedding)
+        inner = F.silu(self.first(F.silu(self.norm(x))) + e)
         return self.path(x) + self.last(self.dropout(inner, key))
 
 

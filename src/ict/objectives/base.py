@@ -47,7 +47,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Loss:
-    """One loss a sample, and figures worth logging (each a number, or a tensor of one).
+    """One loss a sample, and figures worth logging, each a number. Those that change with progress belong in a phase's
+    figures: the numbers of a recorded step stay as they were.
 
     With the noise level of each sample [B] and the net's answer to it [B, C, H, W] the guard can tell the levels apart.
     """

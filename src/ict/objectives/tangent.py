@@ -20,7 +20,8 @@ def derivative(
     Fused kernels have no forward mode, neither this project's nor those of attention: torch's plain layers have. They
     compute in float32 (or tf32): what half precision does to a derivative has not been measured.
     """
-    with torch.no_grad(), plain_layers(), full_precision(), sdpa_kernel(SDPBackend.MATH):
+    eager = torch.compiler.set_stance("force_eager")  # torch.compile does not trace this
+    with torch.no_grad(), plain_layers(), full_precision(), sdpa_kernel(SDPBackend.MATH), eager:
         return cast(tuple[Tensor, Tensor], torch.func.jvp(function, at, along))
 
 

@@ -30,7 +30,7 @@ OFTEN = 0.5  # share of the last 20 or so steps that may be skipped
 KEPT = 200  # steps of history that are kept as evidence
 SCALE = 2.0**12  # what a loss in fp16 is first multiplied with, so that its small gradients are not rounded to zero
 SCALES = (1.0, 2.0**24)
-BEYOND = 3  # steps in a row whose loss may be not finite in fp16, before the trunk leaves it
+BEYOND = 3  # steps whose loss may be not finite in fp16, before the trunk leaves it
 PATIENT = 1000  # steps without overflow after which twice the scale is tried
 
 
@@ -74,7 +74,7 @@ class GuardState:
     scale: float = SCALE
     clean: int = 0  # steps since the scale was last changed
     overflows: int = 0  # steps that were lost because the scale was too high
-    beyond: int = 0  # steps in a row whose loss was not finite in fp16
+    beyond: int = 0  # steps whose loss was not finite in fp16
     left_half: bool = False  # fp16 gave answers that are not finite, and the trunk has left it for good
 
     def save(self) -> dict[str, Any]:
@@ -155,14 +155,15 @@ class Guard:
         return True
 
     def overflowed(self, good: bool, loss: float) -> bool:
-        """Whether fp16 alone is to blame for a step that is not finite. Finds the highest scale at which no gradient is
-        infinite; if not even the loss is finite, several times in a row, the trunk has to leave fp16."""
+        """Whether only the loss's scale is to blame for a gradient that is not finite; finds the highest that is not.
+
+        Where not even the loss is finite no scale can help: after a few of these the trunk has to leave fp16.
+        """
         state = self.state
         if not math.isfinite(loss):
             state.beyond += 1
             state.left_half = state.left_half or state.beyond >= BEYOND
-            return state.beyond <= BEYOND
-        state.beyond = 0
+            return False
         overflow = not good and state.scale > SCALES[0]
         state.clean = 0 if overflow else state.clean + 1
         if overflow:
@@ -218,6 +219,7 @@ class Guard:
     def forget(self, state: GuardState) -> None:
         """Go on as the guard was at a checkpoint; what was skipped stays counted."""
         state.skipped, state.in_a_row, state.often = max(state.skipped, self.state.skipped), 0, 0.0
+        state.left_half = state.left_half or self.state.left_half
         self.state, self.alarm = state, None
 
 

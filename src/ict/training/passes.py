@@ -69,16 +69,16 @@ class Passes:
             "pixels": pixels, "labels": labels, "number": torch.tensor(number), "scale": torch.tensor(scale),
             **phase.tensors,
         }  # fmt: skip
-        fixed = (seed, self.model.precision, *((name, tensor.shape) for name, tensor in inputs.items()))
+        fixed = (seed, self.model.precision, *((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items()))
         if fixed != self.last:  # the first of its kind: kernels are chosen and compiled, memory is found
             self.kept, self.last = None, fixed
             return self.compute(step, phase, pixels, labels, torch.full((), scale, device=self.device))
         if self.kept is None:
             try:
-                self.kept = Recording(self, step, inputs)
-            except RuntimeError as error:
+                self.kept = Recording(self, step, inputs, figures)
+            except Exception as error:  # whatever it is: the step itself has been computed before
                 self.records = False
-                self.warn(f"steps cannot be recorded and will be slower ({str(error).splitlines()[0]})")
+                self.warn(f"steps cannot be recorded and will be slower ({type(error).__name__}: {str(error)[:200]})")
                 return self.compute(step, phase, pixels, labels, torch.full((), scale, device=self.device))
         loss, gradient, stats = self.kept.play(inputs)
         return loss, gradient, {**stats, **figures}
@@ -89,7 +89,7 @@ class Passes:
         if asked == "auto" and self.guard.state.left_half:
             asked = "tf32"
         precision = pick_precision(asked, self.device, levels=None if levels is None else int(levels))
-        if precision != self.model.precision and self.guard.state.left_half:
+        if precision != self.model.precision and asked == "tf32" and self.guard.state.left_half:
             self.warn("numbers have left the range of fp16: from here on the net computes in tf32, which is slower")
         for model in (self.model, self.target):
             if model is not None:
@@ -125,9 +125,9 @@ class Passes:
 class Recording:
     """A step as a CUDA graph, with the tensors that it reads and leaves behind."""
 
-    def __init__(self, passes: Passes, step: Step, inputs: dict[str, Tensor]):
+    def __init__(self, passes: Passes, step: Step, inputs: dict[str, Tensor], figures: dict[str, float]):
         self.inputs = {name: tensor.to(passes.device, copy=True) for name, tensor in inputs.items()}
-        self.sources = dict(inputs)
+        self.sources, self.versions = dict(inputs), {name: tensor._version for name, tensor in inputs.items()}
         given = dict(self.inputs)
         pixels, labels, number, scale = (given.pop(name) for name in ("pixels", "labels", "number", "scale"))
         step = Step(
@@ -139,16 +139,16 @@ class Recording:
         torch.cuda.empty_cache()  # the recording has memory of its own
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.figures = passes.compute(step, Phase(given, {}), pixels, labels, scale)
+            self.figures = passes.compute(step, Phase(given, figures), pixels, labels, scale)
         self.parameters = passes.parameters
         self.gradients = [parameter.grad for parameter in self.parameters]
 
     def play(self, inputs: dict[str, Tensor]) -> Figures:
         """The same step with other numbers; those that are still the same tensor are not copied again."""
         for name, tensor in inputs.items():
-            if self.sources[name] is not tensor:
+            if self.sources[name] is not tensor or self.versions[name] != tensor._version:
                 self.inputs[name].copy_(tensor, non_blocking=True)
-                self.sources[name] = tensor
+                self.sources[name], self.versions[name] = tensor, tensor._version
         self.graph.replay()
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient

@@ -14,7 +14,10 @@ from ict.nets.kernels import have_triton, use_kernels
 def set_up(config: Config, model: ConsistencyModel, device: torch.device) -> None:
     """Put a model on a device and get both ready to train as the recipe says."""
     speed = config.speed
+    if speed.compile:  # before anything imports the compiler, which would choose a place that is not kept
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "inductor"))
     if device.type == "cuda":
+        torch.cuda.set_device(device)  # recordings and kernels go where the current device is
         make_deterministic(config.training.deterministic)
         torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass gives NaN for some shapes (torch 2.11 to 2.13)
     use_kernels(speed.kernels)
@@ -26,6 +29,5 @@ def compile_net(model: ConsistencyModel) -> None:
     require(
         model.device.type == "cpu" or have_triton(), "speed.compile needs Triton, which is not installed: leave it out"
     )
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "inductor"))
     if model.net._compiled_call_impl is None:  # not twice
         model.net.compile(fullgraph=True, dynamic=False)

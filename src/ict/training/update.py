@@ -39,8 +39,12 @@ class Update:
             return
         from ict.training import fused
 
-        named = [(name, p) for name, p in self.named if p.grad is not None]
+        named = self.named
         self.states = [begin(self.optimiser, parameter) for _, parameter in named]
+        whole = all(parameter.grad is not None for _, parameter in named)
+        if not whole or (self.table is None and len({float(state["step"]) for state in self.states}) > 1):
+            self.fuses = False  # each parameter has had updates of its own: torch keeps count of them
+            return
         rows: list[list[Tensor]] = [
             [p.detach() for _, p in named],
             [p.grad for _, p in named if p.grad is not None],
