@@ -12,7 +12,7 @@ from ict.recipes import find_recipe, load_recipe
 from ict.sampling import load
 
 # Root mean square over the noise; the mixture itself is 0.56 wide, so 0.56 is what an answer of 0 would have.
-# With the seed of the recipe each ends at three quarters to nine tenths of its bound.
+# With the seed of the recipe each ends at three quarters to five sixths of its bound.
 STEADY = ["training.lr=4e-3", "training.lr_warmup=0.1"]  # of methods by a tangent
 CT = ["teacher=ema", "curriculum=sqrt", "index=uniform", "weighting=uniform", "distance=squared_l2"]  # of 2023
 BOUNDS = {
