@@ -152,15 +152,20 @@ def test_a_short_run_of_the_recipe(tmp_path):
     assert load(tmp_path / "run").sample(3).shape == (3, *SHAPE)
 
 
-def test_points_by_component_and_diffusion(tmp_path):
-    """With labels there is no one map to draw; a diffusion model is solved for its map; the commands know points."""
+def test_points_by_component_diffusion_and_meanflow(tmp_path):
+    """With labels there is no one map to draw; diffusion is solved for its map, meanflow asked once."""
     changes = ["training.steps=5", "training.batch=16", "training.snapshots=0", "objective.s1=10"]
     console = Console(file=io.StringIO(), width=200)
-    for name, change in (("labels", "data.classes=4"), ("edm", "objective.kind=edm")):
-        config = load_recipe(find_recipe("toy2d"), [*changes, change])
+    kinds = {
+        "labels": ["data.classes=4"],
+        "edm": ["objective.kind=edm"],
+        "meanflow": ["objective.kind=meanflow", "net.intervals=true"],
+    }
+    for name, keys in kinds.items():
+        config = load_recipe(find_recipe("toy2d"), [*changes, *keys])
         run(config, tmp_path / name, device="cpu", console=console)
         page = (tmp_path / name / "report.html").read_text()
-        assert ("The learned map" in page) == (name == "edm")
+        assert ("The learned map" in page) == (name != "labels")
     drawn = CliRunner().invoke(app, ["sample", str(tmp_path / "edm"), "-n", "5", "--out", str(tmp_path / "five.png")])
     assert drawn.exit_code == 0 and (tmp_path / "five.png").is_file()
     scored = CliRunner().invoke(app, ["eval", str(tmp_path / "edm"), "--samples", "300", "--steps", "5"])

@@ -161,6 +161,7 @@ class ObjectiveConfig:
     k: float = 8.0  # of ect: how much wider the pairs are at low levels,
     b: float = 1.0  # … and where that ends
     warmup: float = 0.025  # of sct: share of the run in which the unstable part of the tangent is let in
+    floor: float = 0.1  # of sct: c of the tangent's normalisation g / (‖g‖ + c); a large one leaves its length
     power: float | None = None  # of sct and meanflow: p of the weight 1/(loss + ε)^p; left out: 1 and 0.75
     apart: float = 0.75  # of meanflow: share of the samples whose two times differ
 
@@ -183,6 +184,7 @@ class ObjectiveConfig:
         require(self.q > 1, f"objective.q = {self.q}: must be above 1")
         require(self.k >= 0 and self.b >= 0, f"objective.k = {self.k}, objective.b = {self.b}: use 0 or more")
         require(0 <= self.warmup <= 1, f"objective.warmup = {self.warmup}: a share of the run from 0 to 1")
+        require(self.floor > 0, f"objective.floor = {self.floor}: must be above 0 (sCT: 0.1)")
         require(self.power is None or 0 <= self.power <= 1, f"objective.power = {self.power}: use 0 (none) to 1")
         require(0 <= self.apart <= 1, f"objective.apart = {self.apart}: a share of the samples from 0 to 1")
         require(0 <= self.mu0 < 1, f"objective.mu0 = {self.mu0}: use a rate from 0 to below 1 (2023: 0.9)")

@@ -64,18 +64,18 @@ def test_one_image_and_its_exact_function_have_no_tangent():
     assert g.abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("power", [0.0, 1.0])
-def test_the_gradient_is_the_papers(power):
-    """∇_θ w ‖F_θ − F_θ⁻ − g / (‖g‖ + 0.1)‖² by hand, through the net instead of through the model."""
+@pytest.mark.parametrize(("power", "floor"), [(0.0, 0.1), (1.0, 0.1), (0.0, 3.0)])
+def test_the_gradient_is_the_papers(power, floor):
+    """∇_θ w ‖F_θ − F_θ⁻ − g / (‖g‖ + c)‖² by hand, through the net instead of through the model."""
     model, images, step = gaussian_model(0.7, NOISE), torch.rand(16, 1, 8, 8).double() - 0.5, step_of(16, done=50)
-    ours = objective(power=power, warmup=0.0)
+    ours = objective(power=power, warmup=0.0, **({} if floor == 0.1 else {"floor": floor}))
     loss = ours(model, images, None, step)
     (found,) = torch.autograd.grad(loss.per_sample.sum(), model.net.log_s)
     sigma, z = loss.sigma, step.noise(images).double()
     g = ours.tangent(model, images, sigma, z, None, None, share=1.0)
     length = g.flatten(1).norm(dim=1)
     assert torch.allclose(loss.per_sample, length / 8)
-    unit = g / (length + 0.1).reshape(-1, 1, 1, 1)
+    unit = g / (length + floor).reshape(-1, 1, 1, 1)
     x = add_noise(images, sigma, z) / torch.sqrt(sigma**2 + 0.25).reshape(-1, 1, 1, 1)
     f = -model.net(x, 0.25 * sigma.log())
     squared = (f - f.detach() - unit).flatten(1).square().sum(1)

@@ -45,7 +45,7 @@ def follow(generator: Generator, z: Tensor) -> Ends:
 
 @torch.no_grad()
 def learned_map(generator: Generator, x: Tensor) -> Tensor:
-    """One call of a consistency model; a diffusion model is solved."""
+    """One call of a consistency model, or of an average velocity; a diffusion model is solved."""
     if generator.spec.kind == "diffusion":
         return flow(generator.model, x, sigmas=trajectory(SOLVER_STEPS, generator.spec.noise), labels=None)
     return generator.model(x, torch.full((len(x),), generator.spec.noise.sigma_max, device=x.device))
@@ -75,9 +75,9 @@ def draw_maps(generator: Generator) -> tuple[Image.Image, float]:
         [landing(over.exact), landing(over.learned), differences(over)],
         [dots(ends.exact, angle), dots(ends.learned, angle), dots(ends.exact, angle, to=ends.learned)],
     ]
-    name = {"consistency": "learned, in one call", "diffusion": f"learned, {SOLVER_STEPS} steps of Heun's method"}
+    heun = f"learned, {SOLVER_STEPS} steps of Heun's method"
     apart = f"apart: RMS {ends.rms:.3f}, median {ends.apart.median():.3f}"
-    titles = ("exact", name.get(generator.spec.kind, "learned"), apart)
+    titles = ("exact", heun if generator.spec.kind == "diffusion" else "learned, in one call", apart)
     notes = (
         "The plane of the noise, coloured by where a point lands, lines every 0.2 there.  Right: black 0, yellow 0.2.",
         "4,096 points of noise where they land, coloured by the angle they started at.  Right: from exact to learned.",

@@ -16,6 +16,9 @@ the product cos t sin t inside of the derivative, warm-up, normalisation with 0.
 - The adaptive weight e^w(t) of the paper is learned, with the optimum 1 / E[‖·‖² | t]. Here each sample has its own
   ‖·‖² in place of the mean over its level, by `objective.power` = 1: nothing more to train, to average or to save.
   A normalised tangent is nearly 1 long, so both are nearly the same for all levels but the highest.
+  Both norms are of one sample, so at the exact answer the mean of what they leave is not 0. Over the pixels of an image
+  lengths hardly vary and that is little; for points of the plane it is not, and `objective.power` = 0 with a large
+  `objective.floor` (1 / c is a factor of the gradient alone then) is the method without either (docs/toy2d.md).
 - The net's norms are as they are elsewhere, not the paper's pixel norms, and samples are drawn with the model's σ_min:
   that changes c_out by σ_min / σ, 0.003 % at σ_max.
 """
@@ -30,11 +33,9 @@ from ict.objectives.ict import add_noise
 from ict.objectives.tangent import derivative, shown_as, spread, unwrapped
 from ict.weighting import adaptive_weight
 
-NORM_FLOOR = 0.1  # c of the tangent's normalisation
-
 
 class SimplifiedConsistencyTraining:
-    """E[w ‖F_θ − F_θ⁻ − g / (‖g‖ + 0.1)‖²], ln σ ~ N(p_mean, p_std²); the loss that is shown is ‖g‖ / √d."""
+    """E[w ‖F_θ − F_θ⁻ − g / (‖g‖ + floor)‖²], ln σ ~ N(p_mean, p_std²); the loss that is shown is ‖g‖ / √d."""
 
     def __init__(self, config: Config):
         self.section, self.noise = config.objective, config.noise
@@ -51,7 +52,7 @@ class SimplifiedConsistencyTraining:
         length = g.flatten(1).norm(dim=1)
         # F_θ − F_θ⁻ is −(f_θ − f_θ⁻) / c_out: zero, but with a gradient, which goes through the model as everywhere.
         c_out = scalings(sigma, sigma_min=noise.sigma_min, sigma_data=noise.sigma_data).c_out
-        miss = (student - student.detach()) / spread(c_out, student) + g / spread(length + NORM_FLOOR, g)
+        miss = (student - student.detach()) / spread(c_out, student) + g / spread(length + section.floor, g)
         squared = miss.flatten(1).square().sum(dim=1)
         loss = adaptive_weight(squared, power=self.power) * squared
         figure = length / images[0].numel() ** 0.5
