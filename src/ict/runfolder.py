@@ -65,8 +65,8 @@ def step_back(folder: Path, found: Found) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-# What a resumed run may change: how long it is, what it is called, where its data is, what it writes on the way, and how
-# a GPU computes it.
+# What a resumed run may change: how long it is, what it is called, where its data is, what it writes on the way, and
+# how a GPU computes it.
 FREE = {
     "name",
     "about",
