@@ -19,8 +19,9 @@ import ict.training.checkpoint as checkpoint
 from ict.config import ConfigError
 from ict.experiment import run
 from ict.files import DamagedFile, list_checkpoints, step_of, write_atomically
+from ict.runfolder import check_same
 from ict.sampling import load
-from ict.training.checkpoint import check_checkpoint, find_checkpoint, seal
+from ict.training.checkpoint import Found, check_checkpoint, find_checkpoint, seal
 from ict.training.ema import WeightAverage
 from ict.training.interrupt import Stopped as Signalled
 from ict.training.log import RunLog, TrainingFailed, read_log
@@ -576,3 +577,18 @@ def test_a_page_that_cannot_be_written_does_not_fail_a_finished_run(tmp_path, mo
     console = quiet()
     assert run(tiny_config(), tmp_path / "run", device="cpu", console=console).is_file()
     assert "the page of step 12 could not be written" in said(console)
+
+
+def test_a_run_of_an_older_version_can_go_on(tmp_path):
+    """Its recipe lacks the keys that came since; and how a GPU computes may change on the way."""
+    config = tiny_config(training={"steps": 4, "save_every": 4})
+    run(config, tmp_path / "run", device="cpu", console=quiet())
+    (manifest,) = (tmp_path / "run").glob("checkpoints/*/checkpoint.json")
+    found = json.loads(manifest.read_text())
+    for section, key in (("objective", "apart"), ("net", "intervals")):
+        del found["recipe"][section][key]
+    del found["recipe"]["speed"]
+    later = tiny_config(training={"steps": 8, "save_every": 4}, speed={"graphs": False})
+    check_same(later, Found(path=manifest.parent, manifest=found, passed_over=[]))
+    with pytest.raises(ConfigError, match="not the one that"):
+        check_same(tiny_config(net={"channels": 16}), Found(path=manifest.parent, manifest=found, passed_over=[]))

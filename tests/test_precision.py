@@ -150,3 +150,13 @@ def test_a_run_in_half_precision_trains_like_one_in_float32(precision):
         losses[name] = [s.loss.item() for s in train(config, state, load_images(config.data), Budget(steps=6))]
     for ours, truth in zip(losses[precision], losses["float32"], strict=True):
         assert abs(ours - truth) < 0.03 * truth
+
+
+def test_a_model_that_left_fp16_is_not_sampled_in_it(monkeypatch):
+    monkeypatch.setattr("ict.sampling.pick_precision", lambda asked, device: "fp16" if asked == "auto" else asked)
+    config = tiny_config()
+    spec = ModelSpec.from_config(config, tuple("0123456789"))
+    for origin, precision in (({}, "fp16"), ({"precision": "tf32"}, "tf32"), ({"precision": ["?"]}, "fp16")):
+        assert Generator(build_model(spec), spec, origin).to("cpu").model.precision == precision
+    told = Generator(build_model(spec), spec, {"precision": "tf32"}).to("cpu", precision="bf16")
+    assert told.model.precision == "bf16"
