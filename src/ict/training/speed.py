@@ -17,7 +17,8 @@ def set_up(config: Config, model: ConsistencyModel, device: torch.device) -> Non
     if speed.compile:  # before anything imports the compiler, which would choose a place that is not kept
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "inductor"))
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # recordings and kernels go where the current device is
+        if device.index is not None:
+            torch.cuda.set_device(device)  # recordings and kernels go where the current device is
         make_deterministic(config.training.deterministic)
         torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass gives NaN for some shapes (torch 2.11 to 2.13)
     use_kernels(speed.kernels)
