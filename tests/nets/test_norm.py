@@ -90,6 +90,15 @@ for scale, size in ((0.5, 3), (1.0, 13)):
     # a norm of it uses the sums that it remembers
     x2 = torch.randn(2, 6, size, size)
     assert fused.recall(answers[1]) is not None
+    with torch.inference_mode():
+        made = fused.join(x.detach(), h.detach(), bias.detach(), scale=scale)
+        fused_norm.norm(made, torch.ones(6), torch.zeros(6), None, groups=2, eps=1e-5, silu=True)
+    with torch.no_grad():
+        made = fused.join(x, h, bias, scale=scale)
+        made += 1
+    assert fused.recall(made) is None  # they would be those of another map
+    (past,) = torch.autograd.grad(fused_norm.norm(x, bias, bias, None, groups=2, eps=1e-5, silu=True)[1].sum(), x)
+    assert torch.equal(past, torch.ones_like(x))  # only what flows past it was used
     plain = F.group_norm(torch.cat((answers[0] + 5, x2), dim=1), 4, eps=1e-5)
     moved = fused.join(x, h, bias + 5 / scale, scale=scale)
     ours = fused_norm.norm(moved, torch.ones(12), torch.zeros(12), None, groups=4, eps=1e-5, silu=False, other=x2)[0]

@@ -201,11 +201,16 @@ def join(x: Tensor, other: Tensor, bias: Tensor, *, scale: float) -> Tensor:
 
 def remember(x: Tensor, sums: Tensor | None) -> Tensor:
     """Let a map carry its sums along: float32 [2, B, parts, C], see `_join_kernel`."""
-    x._ict_sums = (sums, x._version)  # type: ignore
+    x._ict_sums = (sums, version_of(x))  # type: ignore
     return x
 
 
 def recall(x: Tensor | None) -> Tensor | None:
     """What a map remembers, unless it has been changed since."""
     sums, version = getattr(x, "_ict_sums", (None, None))
-    return sums if x is not None and version == x._version else None
+    return sums if x is not None and version == version_of(x) else None
+
+
+def version_of(x: Tensor) -> int:
+    """How often a map has been changed in place; what was made for inference alone does not count it."""
+    return 0 if x.is_inference() else x._version
