@@ -140,8 +140,14 @@ def test_a_hundred_thousand_images_in_half_a_gigabyte(tmp_path):
         from ict.data import batch_indices, load_images
         from ict.data.feed import open_feed
 
+        def command(pid):
+            with open(f"/proc/{{pid}}/cmdline", "rb") as file:
+                return file.read()
+
         def resident(pid):
             try:
+                if int(pid) != os.getpid() and command(pid) == command("self"):
+                    return 0  # it still shares all memory with its parent, and is about to become another program
                 with open(f"/proc/{{pid}}/statm") as file:
                     return int(file.read().split()[1]) * 4096
             except (FileNotFoundError, ProcessLookupError):
