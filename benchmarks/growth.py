@@ -10,29 +10,12 @@ from pathlib import Path
 
 import torch
 
-from ict.bench import Bench, ceiling, machine, random_images, time_steps
-from ict.config import Config
-from ict.cost import measure
+from ict.bench import Bench, bench_steps, ceiling, machine
 from ict.device import pick_device
-from ict.model import ModelSpec, build_model
 from ict.recipes import find_recipe, load_recipe
-from ict.training.speed import set_up
 
 BATCHES = (64, 128, 256, 512, 1024, 2048)
 DEPTHS = (1, 2, 4, 8)
-
-
-def one(config: Config, device: torch.device, peak: float) -> Bench:
-    images = random_images(config, count=2 * config.training.batch)
-    spec = ModelSpec.from_config(config, images.class_names)
-    model = build_model(spec)
-    set_up(config, model, device)
-    found = Bench(
-        recipe=config.name, machine=machine(device), batch=config.training.batch, parameters=model.size,
-        precision=config.speed.precision, operations=measure(spec).training, ceiling=peak,
-    )  # fmt: skip
-    time_steps(config, model, images, found, steps=6, say=lambda text: None)
-    return found
 
 
 def main() -> None:
@@ -50,7 +33,8 @@ def main() -> None:
     for name, value, sets in rows:
         base = ["training.batch=128"] if name != "batch" else []
         try:
-            found = one(load_recipe(find_recipe(recipe), [*always, *base, *sets]), device, peak)
+            config = load_recipe(find_recipe(recipe), [*always, *base, *sets])
+            found = bench_steps(config, device, steps=6, peak=peak)[0]
         except torch.OutOfMemoryError:
             print(f"{name:16} {value:6d}   out of memory")
             continue

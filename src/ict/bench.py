@@ -17,7 +17,7 @@ from ict.model import ConsistencyModel, ModelSpec, build_model
 from ict.objectives import Step
 from ict.precision import HALF, pick_precision
 from ict.ranks import ALONE
-from ict.sampling import Generator
+from ict.sampling import DIFFUSION_STEPS, Generator
 from ict.training.budget import Budget
 from ict.training.guard import Guard
 from ict.training.loop import new_state, train
@@ -56,32 +56,39 @@ def bench(config: Config, device: torch.device, *, batch: int | None, steps: int
     pieces = training.accumulate if batch % training.accumulate == 0 else 1
     training = replace(training, batch=batch, accumulate=pieces, steps=ENDLESS, images=None, budget=None)
     config = replace(config, training=training)
-    images = random_images(config, count=max(batch, min(4 * batch, 8192)))
-    spec = ModelSpec.from_config(config, images.class_names)
-    levels = config.objective.s1 + 1 if has_grid(config.objective.kind) else None
-    precision = pick_precision(config.speed.precision, device, levels=levels)
     say("measuring the ceiling")
-    cost = measure(spec)
-    found = Bench(
-        recipe=config.name, machine=machine(device), batch=batch, parameters=0, precision=precision,
-        operations=cost.training - (cost.forward if spec.kind == "diffusion" else 0),
-        ceiling=ceiling(device, precision),
-    )  # fmt: skip
-    model = build_model(spec, seed=config.seed)
-    found.parameters = model.size
-    set_up(config, model, device)
-    say("training: the first steps")
-    time_steps(config, model, images, found, steps=steps, say=say)
+    found, model, images, spec = bench_steps(config, device, steps=steps, say=say)
     say("parts of a step")
     found.parts = time_parts(config, model, images, device, repeats=max(3, steps // 4))
     found.parts["the rest"] = max(0.0, found.step - sum(found.parts.values()))
     say("sampling")
     generator = Generator(model, spec).to(device, precision=config.speed.precision)
-    for calls in (1, 2) if spec.kind != "diffusion" else (2, 18):
+    for calls in (1, 2) if spec.kind != "diffusion" else (2, DIFFUSION_STEPS):
         at_once = min(batch, 1000)
         seconds = timed(lambda calls=calls, n=at_once: generator.sample(n, steps=calls, batch=n), device, repeats=3)
         found.sampling[calls] = at_once / seconds
     return found
+
+
+def bench_steps(
+    config: Config, device: torch.device, *, steps: int, say: Stage = lambda text: None, peak: float | None = None
+) -> tuple[Bench, ConsistencyModel, Images, ModelSpec]:
+    """Whole training steps of a recipe, and what they were taken with; `peak` is the ceiling where it is known."""
+    batch = config.training.batch
+    images = random_images(config, count=max(batch, min(4 * batch, 8192)))
+    spec = ModelSpec.from_config(config, images.class_names)
+    levels = config.objective.s1 + 1 if has_grid(config.objective.kind) else None
+    precision = pick_precision(config.speed.precision, device, levels=levels)
+    cost, model = measure(spec), build_model(spec, seed=config.seed)
+    found = Bench(
+        recipe=config.name, machine=machine(device), batch=batch, parameters=model.size, precision=precision,
+        operations=cost.training - (cost.forward if spec.kind == "diffusion" else 0),
+        ceiling=ceiling(device, precision) if peak is None else peak,
+    )  # fmt: skip
+    set_up(config, model, device)
+    say("training: the first steps")
+    time_steps(config, model, images, found, steps=steps, say=say)
+    return found, model, images, spec
 
 
 def time_steps(
@@ -117,10 +124,7 @@ def time_parts(
     piece = torch.arange(training.batch // count, device=device)
     pixels, labels = images.pixels[: len(piece)].to(device), images.labels[: len(piece)].to(device)
     passes = Passes(config, model, None, samples=piece, guard=Guard(config, ALONE, device), ranks=ALONE)
-    step = Step(seed=0, number=0, done=ENDLESS - 1, total=ENDLESS, samples=piece)
-    phase = passes.objective.phase(step) if hasattr(passes.objective, "phase") else None  # type: ignore
-    passes.set_precision(None if phase is None else phase.figures.get("levels"))
-    step = replace(step, phase=phase)
+    step = passes.enter_phase(Step(seed=0, number=0, done=ENDLESS - 1, total=ENDLESS, samples=piece))
     x, y = load_batch(config, pixels, labels, piece, seed=0, step=0)
     sigma, key, z = step.lognormal(-1.1, 2.0), step.keys(), step.noise(x)
 

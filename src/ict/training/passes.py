@@ -7,6 +7,7 @@ lies in tensors that are filled before: pixels, labels, the step's number, the o
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,37 +52,51 @@ class Passes:
         self.records = (
             config.speed.graphs and self.device.type == "cuda" and ranks.count == 1 and hasattr(self.objective, "phase")
         )
-        self.scale, self.scaled = 1.0, False
+        self.scale = 1.0
         self.kept: Recording | None = None
         self.last: Any = None  # what the last step had that a recording cannot change
 
     def take(self, pixels: Tensor, labels: Tensor, *, seed: int, number: int, done: int, total: int) -> Figures:
         """Leave the batch's gradient, times `self.scale`, in the model's parameters."""
         step = Step(seed=seed, number=number, done=done, total=total, target=self.target, samples=self.pieces[0])
-        phase = self.objective.phase(step) if hasattr(self.objective, "phase") else None  # type: ignore
-        figures = {} if phase is None else dict(phase.figures)
-        self.set_precision(figures.get("levels"))
-        self.scaled = self.model.precision == "fp16"
-        scale = self.scale = self.guard.state.scale if self.scaled else 1.0
-        if not self.records or phase is None:
-            return self.compute(step, phase, pixels, labels, torch.full((), scale, device=self.device))
-        inputs = {
-            "pixels": pixels, "labels": labels, "number": torch.tensor(number), "scale": torch.tensor(scale),
-            **phase.tensors,
-        }  # fmt: skip
-        fixed = (seed, self.model.precision, *((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items()))
+        step = self.enter_phase(step)
+        self.scale = self.guard.state.scale if self.scaled else 1.0
+        if self.records and step.phase is not None:
+            inputs = {
+                "pixels": pixels, "labels": labels, "number": torch.tensor(number), "scale": torch.tensor(self.scale),
+                **step.phase.tensors,
+            }  # fmt: skip
+            if self.recorded(step, inputs):
+                assert self.kept is not None
+                loss, gradient, stats = self.kept.play(inputs)
+                return loss, gradient, {**stats, **step.phase.figures}
+        return self.compute(step, pixels, labels, torch.full((), self.scale, device=self.device))
+
+    def recorded(self, step: Step, inputs: dict[str, Tensor]) -> bool:
+        """Whether there is a recording that can play this step; makes one at the second step of a kind."""
+        kinds = ((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items())
+        fixed = (step.seed, self.model.precision, *kinds)
         if fixed != self.last:  # the first of its kind: kernels are chosen and compiled, memory is found
             self.kept, self.last = None, fixed
-            return self.compute(step, phase, pixels, labels, torch.full((), scale, device=self.device))
+            return False
         if self.kept is None:
             try:
-                self.kept = Recording(self, step, inputs, figures)
+                self.kept = Recording(self, step, inputs)
             except Exception as error:  # whatever it is: the step itself has been computed before
                 self.records = False
                 self.warn(f"steps cannot be recorded and will be slower ({type(error).__name__}: {str(error)[:200]})")
-                return self.compute(step, phase, pixels, labels, torch.full((), scale, device=self.device))
-        loss, gradient, stats = self.kept.play(inputs)
-        return loss, gradient, {**stats, **figures}
+        return self.records
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the loss is multiplied with a scale before its gradient is taken."""
+        return self.model.precision == "fp16"
+
+    def enter_phase(self, step: Step) -> Step:
+        """The step with its objective's phase, in the precision that belongs to it."""
+        phase = self.objective.phase(step) if hasattr(self.objective, "phase") else None  # type: ignore
+        self.set_precision(None if phase is None else phase.figures.get("levels"))
+        return replace(step, phase=phase)
 
     def set_precision(self, levels: float | None) -> None:
         """What the trunk of student and teacher computes in, at this N."""
@@ -97,7 +112,7 @@ class Passes:
         if self.device.type == "cuda":
             allow_tf32(precision)
 
-    def compute(self, step: Step, phase: Phase | None, pixels: Tensor, labels: Tensor, scale: Tensor) -> Figures:
+    def compute(self, step: Step, pixels: Tensor, labels: Tensor, scale: Tensor) -> Figures:
         training, count, pieces = self.config.training, self.ranks.count, self.pieces
         for parameter in self.parameters:
             parameter.grad = None
@@ -106,13 +121,9 @@ class Passes:
         parts = zip(pieces, pixels.chunk(len(pieces)), labels.chunk(len(pieces)), strict=True)
         for place, (samples, some, classes) in enumerate(parts):
             x, y = load_batch(self.config, some, classes, samples, seed=step.seed, step=step.number)
-            here = Step(
-                seed=step.seed, number=step.number, done=step.done, total=step.total, target=self.target,
-                samples=samples, phase=phase,
-            )  # fmt: skip
             last = place == len(pieces) - 1
             with contextlib.nullcontext() if last or count == 1 else self.student.no_sync():  # type: ignore
-                loss = self.objective(self.student, x, y, here)  # type: ignore
+                loss = self.objective(self.student, x, y, replace(step, samples=samples))  # type: ignore
                 share = loss.per_sample.sum() / training.batch
                 self.guard.watch(loss, scale=training.batch / count / scale)
                 (share * (count * scale)).backward()  # gradients are averaged over the ranks
@@ -125,21 +136,20 @@ class Passes:
 class Recording:
     """A step as a CUDA graph, with the tensors that it reads and leaves behind."""
 
-    def __init__(self, passes: Passes, step: Step, inputs: dict[str, Tensor], figures: dict[str, float]):
+    def __init__(self, passes: Passes, step: Step, inputs: dict[str, Tensor]):
         self.inputs = {name: tensor.to(passes.device, copy=True) for name, tensor in inputs.items()}
         self.sources, self.versions = dict(inputs), {name: tensor._version for name, tensor in inputs.items()}
         given = dict(self.inputs)
         pixels, labels, number, scale = (given.pop(name) for name in ("pixels", "labels", "number", "scale"))
-        step = Step(
-            seed=step.seed, number=number, done=step.done, total=step.total, target=step.target, samples=step.samples
-        )
+        assert step.phase is not None
+        step = replace(step, number=number, phase=Phase(given, step.phase.figures))
         for parameter in passes.parameters:
             parameter.grad = None
         torch.cuda.synchronize(passes.device)
         torch.cuda.empty_cache()  # the recording has memory of its own
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.figures = passes.compute(step, Phase(given, figures), pixels, labels, scale)
+            self.figures = passes.compute(step, pixels, labels, scale)
         self.parameters = passes.parameters
         self.gradients = [parameter.grad for parameter in self.parameters]
 

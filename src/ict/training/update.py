@@ -7,7 +7,7 @@ from ict.config import Config
 from ict.model import ConsistencyModel
 from ict.nets.kernels import have_triton
 from ict.ranks import Ranks
-from ict.training.ema import WeightAverage, ramped_decay
+from ict.training.ema import WeightAverage, approach
 
 
 class Update:
@@ -76,7 +76,7 @@ class Update:
         from ict.training import fused
 
         (group,) = self.optimiser.param_groups
-        rates = [1 - ramped_decay(average.decay, number, ramp=average.ramp) for average in self.averages]
+        rates = [1 - average.decay_at(number) for average in self.averages]
         if self.target is not None:
             assert target_decay is not None
             rates.append(1 - target_decay)
@@ -98,8 +98,6 @@ def begin(optimiser: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tens
     return state
 
 
-@torch.no_grad()
 def follow(target: ConsistencyModel, model: ConsistencyModel, *, decay: float) -> None:
     """θ⁻ ← μ θ⁻ + (1 − μ) θ (§2)."""
-    current = model.state_dict()
-    torch._foreach_lerp_(list(target.state_dict().values()), [current[name] for name in target.state_dict()], 1 - decay)
+    approach(target.state_dict(), model, decay=decay)
