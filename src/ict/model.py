@@ -36,6 +36,11 @@ def scalings(sigma: Tensor, *, sigma_min: float, sigma_data: float) -> Scalings:
     )
 
 
+def spread(values: Tensor, x: Tensor) -> Tensor:
+    """[B] -> over channels and pixels, in the precision of x."""
+    return values.to(x.dtype).reshape(-1, 1, 1, 1)
+
+
 class ConsistencyModel(nn.Module):
     """f(x, σ) = c_skip(σ) x + c_out(σ) F(c_in(σ) x, c_noise(σ)) (§2).
 
@@ -69,7 +74,7 @@ class ConsistencyModel(nn.Module):
         """x [B, C, H, W], σ [B] -> the clean image [B, C, H, W]; `key` [B] decides dropout in training mode."""
         boundary = 0.0 if self.kind == "diffusion" else self.noise.sigma_min
         scaled = scalings(sigma, sigma_min=boundary, sigma_data=self.noise.sigma_data)
-        c_skip, c_out, c_in = (c.to(x.dtype).reshape(-1, 1, 1, 1) for c in scaled[:3])
+        c_skip, c_out, c_in = (spread(c, x) for c in scaled[:3])
         with trunk(self.precision, x.device):
             out = self.net(c_in * x, scaled.c_noise.to(torch.float32), label, key)
         return c_skip * x + c_out * out.to(x.dtype)
@@ -93,10 +98,10 @@ class AverageVelocity(ConsistencyModel):
     ) -> Tensor:
         """The clean image; with `to` [B], a noise level of at most σ, the average velocity from σ to there instead."""
         t = flow_time(sigma)
-        z = (1 - t).to(x.dtype).reshape(-1, 1, 1, 1) * x
+        z = spread(1 - t, x) * x
         if to is not None:
             return self.velocity(z, t, flow_time(to), label, key)
-        return z - t.to(x.dtype).reshape(-1, 1, 1, 1) * self.velocity(z, t, torch.zeros_like(t), label, key)
+        return z - spread(t, x) * self.velocity(z, t, torch.zeros_like(t), label, key)
 
     def velocity(self, z: Tensor, t: Tensor, r: Tensor, label: Tensor | None, key: Tensor | None) -> Tensor:
         """u(z, r, t): the mean of dz/ds over s from r to t."""

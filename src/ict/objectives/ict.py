@@ -11,7 +11,7 @@ from ict import rng
 from ict.config import Config, NoiseConfig, bind, choose
 from ict.curriculum import CURRICULA
 from ict.distance import DISTANCES
-from ict.model import ConsistencyModel
+from ict.model import ConsistencyModel, spread
 from ict.noise import INDEX_DISTRIBUTIONS, draw_pairs, karras_sigmas
 from ict.objectives.base import Loss, Phase, Step
 from ict.rng import Stream
@@ -67,7 +67,7 @@ class ImprovedConsistencyTraining:
 
 def add_noise(images: Tensor, sigma: Tensor, z: Tensor) -> Tensor:
     """x + σ z, in the images' own precision (float32)."""
-    return images + sigma.to(images.dtype).reshape(-1, 1, 1, 1) * z
+    return images + spread(sigma, images) * z
 
 
 def build_grid(

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from ict.config import Config
-from ict.model import ConsistencyModel, scalings
+from ict.model import ConsistencyModel, scalings, spread
 from ict.objectives.base import Loss, Phase, Step
 from ict.objectives.ict import add_noise
-from ict.objectives.tangent import derivative, shown_as, spread, unwrapped
+from ict.objectives.tangent import derivative, shown_as, unwrapped
 from ict.weighting import adaptive_weight
 
 

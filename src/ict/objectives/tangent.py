@@ -38,8 +38,3 @@ def pull(output: Tensor, slope: Tensor) -> Tensor:
 def shown_as(loss: Tensor, figure: Tensor) -> Tensor:
     """The same gradient, another value: for a loss that is nearly constant by its own weight."""
     return loss + (figure - loss).detach()
-
-
-def spread(values: Tensor, x: Tensor) -> Tensor:
-    """[B] -> over channels and pixels, in the precision of x."""
-    return values.to(x.dtype).reshape(-1, 1, 1, 1)
