@@ -160,6 +160,7 @@ class ObjectiveConfig:
     q: float = 2.0  # of ect: by how much each time
     k: float = 8.0  # of ect: how much wider the pairs are at low levels,
     b: float = 1.0  # … and where that ends
+    denoise: float = 0.0  # share of the run, at its start, that learns to denoise instead (a diffusion warm-up)
     warmup: float = 0.025  # of sct: share of the run in which the unstable part of the tangent is let in
     floor: float = 0.1  # of sct: c of the tangent's normalisation g / (‖g‖ + c); a large one leaves its length
     power: float | None = None  # of sct and meanflow: p of the weight 1/(loss + ε)^p; left out: 1 and 0.75
@@ -183,6 +184,12 @@ class ObjectiveConfig:
         require(1 <= self.stages <= 1000, f"objective.stages = {self.stages}: use 1 to 1000")
         require(self.q > 1, f"objective.q = {self.q}: must be above 1")
         require(self.k >= 0 and self.b >= 0, f"objective.k = {self.k}, objective.b = {self.b}: use 0 or more")
+        require(0 <= self.denoise < 1, f"objective.denoise = {self.denoise}: a share of the run from 0 to below 1")
+        require(
+            self.denoise == 0 or (self.learns == "consistency" and self.teacher == "student"),
+            "objective.denoise is for consistency models that teach themselves, not for edm, meanflow or "
+            'objective.teacher = "ema": leave it out',
+        )
         require(0 <= self.warmup <= 1, f"objective.warmup = {self.warmup}: a share of the run from 0 to 1")
         require(self.floor > 0, f"objective.floor = {self.floor}: must be above 0 (sCT: 0.1)")
         require(self.power is None or 0 <= self.power <= 1, f"objective.power = {self.power}: use 0 (none) to 1")
@@ -197,6 +204,7 @@ class ObjectiveConfig:
         return {"edm": "diffusion", "meanflow": "meanflow"}.get(self.kind, "consistency")
 
 
+OPTIMISERS = {"radam": "RAdam", "muon": "Muon"}  # name in a recipe -> as it is written
 # Keys of [training] that bound a run: one of them, not more.
 BOUNDS = ("steps", "images", "budget")
 
@@ -210,6 +218,7 @@ class TrainingConfig:
     budget: str | None = None  # wall-clock time: "90s", "3m", "1h30m"
     batch: int = 128
     accumulate: int = 1  # how many pieces a batch is cut into to save memory
+    optimiser: str = "radam"  # the paper's; or "muon", which orthogonalises the steps of the net's matrices
     lr: float = 1e-4
     lr_schedule: str = "constant"
     lr_warmup: float = 0.0  # share of the run in which lr rises from 0
@@ -240,6 +249,11 @@ class TrainingConfig:
         require(
             1 <= self.accumulate <= self.batch and self.batch % self.accumulate == 0,
             f"training.accumulate = {self.accumulate} must divide training.batch = {self.batch}",
+        )
+        require(self.optimiser in OPTIMISERS, f"training.optimiser = {self.optimiser!r}: use {', '.join(OPTIMISERS)}")
+        require(
+            not self.shard_optimiser or self.optimiser == "radam",
+            f"training.shard_optimiser is for radam alone, not {self.optimiser}: leave it out",
         )
         require(self.lr > 0, f"training.lr = {self.lr}: must be above 0")
         require(0 <= self.lr_warmup < 1, f"training.lr_warmup = {self.lr_warmup}: a share of the run from 0 to below 1")

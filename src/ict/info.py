@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from ict.config import Config, ConfigError, to_dict
+from ict.config import OPTIMISERS, Config, ConfigError, to_dict
 from ict.cost import Cost, measure
 from ict.data.inspect import Inspection
 from ict.model import ModelSpec, read_model
@@ -31,9 +31,9 @@ def describe_recipe(config: Config, *, tflops: float) -> Table:
     averages = f"{len(training.ema)} average{'s'[: len(training.ema) > 1]}"
     fixed, piece = cost.training_memory(len(training.ema)), training.batch // training.accumulate
     rows["memory"] = (
-        f"{_bytes(fixed)} for weights, gradients, RAdam and {averages}; {_bytes(cost.activations)} of activations an "
-        f"image (float32): about {_bytes(fixed + piece * cost.activations)} "
-        f"with {piece:,} images at a time (training.batch / accumulate)"
+        f"{_bytes(fixed)} for weights, gradients, {OPTIMISERS[training.optimiser]} and {averages}; "
+        f"{_bytes(cost.activations)} of activations an image (float32): about "
+        f"{_bytes(fixed + piece * cost.activations)} with {piece:,} images at a time (training.batch / accumulate)"
     )
     rows["objective"] = ", ".join(f"{key} {value}" for key, value in to_dict(config.objective).items())
     rows["run"] = ", ".join(f"{key} {value}" for key, value in to_dict(training).items())

@@ -8,7 +8,7 @@ from helpers import tiny_config
 
 from ict.data import load_images
 from ict.model import ModelSpec, build_model
-from ict.objectives import OBJECTIVES, Phase
+from ict.objectives import OBJECTIVES
 from ict.objectives.sct import SimplifiedConsistencyTraining
 from ict.ranks import ALONE
 from ict.training import loop
@@ -94,6 +94,15 @@ def test_a_recorded_step_is_the_step_while_n_scale_and_seed_change(kind, precisi
         assert ours[0][2]["levels"] == 3 and ours[-1][2]["levels"] == 8
 
 
+@pytest.mark.parametrize("kind", ["ict", "continuous"])
+def test_a_recording_of_denoising_is_not_played_for_what_follows(kind, monkeypatch):
+    """Both phases of `continuous` have the same inputs: only their kind tells them apart."""
+    config = tiny_config(objective={"kind": kind, "denoise": 0.25, "distance": "squared_l2", "s0": 2, "s1": 8})
+    FakeGraph.made = 0
+    ours, exact = (losses(config, recorded=each, monkeypatch=monkeypatch) for each in (True, False))
+    assert ours == exact and FakeGraph.made == 3  # denoising, then one for each seed
+
+
 class Refilled(SimplifiedConsistencyTraining):
     """Keeps its phase in one tensor that it fills anew."""
 
@@ -102,9 +111,9 @@ class Refilled(SimplifiedConsistencyTraining):
         self.buffer = torch.zeros(())
 
     def phase(self, step):
-        tensors, figures = super().phase(step)
-        self.buffer.copy_(tensors["share"])
-        return Phase({"share": self.buffer}, figures)
+        found = super().phase(step)
+        self.buffer.copy_(found.tensors["share"])
+        return found._replace(tensors={"share": self.buffer})
 
 
 def test_a_phase_may_fill_one_buffer_again_and_again(monkeypatch):

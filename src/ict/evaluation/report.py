@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ict.config import Config
+from ict.config import OPTIMISERS, Config
 from ict.data import Images, to_uint8
 from ict.display import format_time
 from ict.evaluation.chart import Chart
@@ -208,14 +208,16 @@ def figures(config: Config, generator: Generator, records: list[Record]) -> str:
     last = records[-1] if records else {}
     speeds = sorted(record["images_per_second"] for record in records)
     objective, training = config.objective, config.training
+    optimiser = OPTIMISERS[training.optimiser]
     rows = {
-        "objective": f"{objective.kind}: {objective.distance}, {objective.weighting}, {objective.index}",
+        "objective": f"{objective.kind}: {objective.distance}, {objective.weighting}, {objective.index}"
+        + (f"; the first {objective.denoise:.0%} denoise" if objective.denoise else ""),
         "network": f"{config.net.kind}, {generator.model.size:,} parameters",
         "images seen": f"{last.get('images', 0):,} in {last.get('step', 0):,} steps of {training.batch}",
         "last loss": f"{last.get('loss', float('nan')):.4g} at N = {last.get('levels', '–')}",
         "speed": f"{speeds[len(speeds) // 2]:,.0f} images/s (median)" if speeds else "–",
         "time": format_time(last.get("seconds", 0)),
-        "optimiser": f"RAdam, lr {training.lr:g} ({training.lr_schedule}), EMA {generator.origin.get('ema')}",
+        "optimiser": f"{optimiser}, lr {training.lr:g} ({training.lr_schedule}), EMA {generator.origin.get('ema')}",
         "seed": str(config.seed),
         "torch": torch.__version__,
     }

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from ict.config import Config, choose
 from ict.objectives.base import Loss, Objective, Phase, Step
 from ict.objectives.continuous import ContinuousConsistencyTraining
+from ict.objectives.denoise_first import DenoiseFirst
 from ict.objectives.distillation import ConsistencyDistillation
 from ict.objectives.ect import EasyConsistencyTuning
 from ict.objectives.edm import Diffusion
@@ -24,7 +25,8 @@ OBJECTIVES: dict[str, Callable[[Config], Objective]] = {
 
 
 def build_objective(config: Config) -> Objective:
-    return choose("objective.kind", config.objective.kind, OBJECTIVES)(config)
+    found = choose("objective.kind", config.objective.kind, OBJECTIVES)(config)
+    return DenoiseFirst(config, found) if config.objective.denoise else found
 
 
 __all__ = ["OBJECTIVES", "Loss", "Objective", "Phase", "Step", "build_objective"]

@@ -17,6 +17,7 @@ class Phase(NamedTuple):
 
     tensors: Mapping[str, Tensor]
     figures: Mapping[str, float]
+    kind: str = ""  # of a method that does different things one after the other: which of them
 
 
 @dataclass(frozen=True, kw_only=True)

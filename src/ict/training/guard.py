@@ -65,6 +65,7 @@ class GuardState:
     """What a checkpoint keeps of a guard."""
 
     tracks: dict[str, Track] = field(default_factory=dict)
+    kind: str = ""  # of loss that they are of
     levels: float = 0.0
     skipped: int = 0  # steps, over the whole run
     in_a_row: int = 0
@@ -118,11 +119,14 @@ class Guard:
         """The gradient with respect to the net's answer: what each noise level asks of the net."""
         self.sums[1] += spread(g.flatten(1).float().norm(dim=1) * scale, inside)
 
-    def check(self, loss: Tensor, gradient: Tensor, *, step: int, levels: float, scaled: bool = False) -> bool:
+    def check(
+        self, loss: Tensor, gradient: Tensor, *, step: int, levels: float, scaled: bool = False, kind: str = ""
+    ) -> bool:
         """Whether the optimiser may take this step. The same answer on every rank; waits for the GPU.
 
-        `scaled`: the trunk is in fp16, and the gradient that of a scaled loss.
+        `scaled`: the trunk is in fp16, and the gradient that of a scaled loss. `kind`: that of the method's phase.
         """
+        self.meet(kind)
         row = torch.cat((loss.detach().float().reshape(1), self.sums.flatten()))
         row = self.ranks.add(row)
         loss.copy_(row[0])
@@ -188,6 +192,14 @@ class Guard:
             self.alarm = f"{self.state.in_a_row} steps in a row gave a loss or a gradient that is not finite"
         elif self.state.often > OFTEN:
             self.alarm = f"{self.state.often:.0%} of the last steps gave a loss or a gradient that is not finite"
+
+    def meet(self, kind: str) -> None:
+        """A loss of another kind has numbers of its own: what was usual before says nothing about it."""
+        if kind != self.state.kind:
+            state = self.state
+            state.kind, state.scale, state.clean = kind, SCALE, 0
+            state.smooth, state.counted, state.levels = 0.0, 0, 0.0
+            state.tracks.clear()
 
     def rescale(self, levels: float) -> None:
         """Make room for the jump that a switch to a larger N may make by itself."""

@@ -126,7 +126,9 @@ def train(
             )
             update.prepare()
             levels = float(state.stats.get("levels", 0))
-            state.taken = guard.check(state.loss, state.gradient, step=state.step, levels=levels, scaled=passes.scaled)
+            state.taken = guard.check(
+                state.loss, state.gradient, step=state.step, levels=levels, scaled=passes.scaled, kind=passes.kind
+            )
             state.figures = guard.figures
             if state.taken:
                 decay = None

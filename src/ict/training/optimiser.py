@@ -1,4 +1,4 @@
-"""RAdam (appendix B) and learning rates as a function of progress."""
+"""RAdam (appendix B) or another optimiser, and learning rates as a function of progress."""
 
 import math
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from torch import nn
 
 from ict.config import TrainingConfig, choose
 from ict.ranks import ALONE, Ranks
+from ict.training.muon import Muon
 
 
 def constant(progress: float) -> float:
@@ -39,6 +40,8 @@ def learning_rate(training: TrainingConfig, progress: float) -> float:
 def build_optimiser(model: nn.Module, training: TrainingConfig, *, ranks: Ranks = ALONE) -> torch.optim.Optimizer:
     beta1, beta2 = training.betas
     options = {"lr": training.lr, "betas": (beta1, beta2), "eps": training.eps, "foreach": True}
+    if training.optimiser == "muon":
+        return Muon(model, **options)
     if training.shard_optimiser and ranks.count > 1:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
 

@@ -52,7 +52,7 @@ class Passes:
         self.records = (
             config.speed.graphs and self.device.type == "cuda" and ranks.count == 1 and hasattr(self.objective, "phase")
         )
-        self.scale = 1.0
+        self.scale, self.kind = 1.0, ""
         self.kept: Recording | None = None
         self.last: Any = None  # what the last step had that a recording cannot change
 
@@ -75,7 +75,7 @@ class Passes:
     def recorded(self, step: Step, inputs: dict[str, Tensor]) -> bool:
         """Whether there is a recording that can play this step; makes one at the second step of a kind."""
         kinds = ((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items())
-        fixed = (step.seed, self.model.precision, *kinds)
+        fixed = (step.seed, self.model.precision, self.kind, *kinds)
         if fixed != self.last:  # the first of its kind: kernels are chosen and compiled, memory is found
             self.kept, self.last = None, fixed
             return False
@@ -95,6 +95,7 @@ class Passes:
     def enter_phase(self, step: Step) -> Step:
         """The step with its objective's phase, in the precision that belongs to it."""
         phase = self.objective.phase(step) if hasattr(self.objective, "phase") else None  # type: ignore
+        self.kind = "" if phase is None else phase.kind
         self.set_precision(None if phase is None else phase.figures.get("levels"))
         return replace(step, phase=phase)
 

@@ -27,7 +27,7 @@ class Update:
         slots = len(averages) + (target is not None)
         self.fuses = (
             config.speed.fused_update and model.device.type == "cuda" and have_triton() and slots <= 4
-            and isinstance(optimiser, torch.optim.RAdam) and ranks.count == 1
+            and type(optimiser) is torch.optim.RAdam and ranks.count == 1
         )  # fmt: skip
         self.named = list(model.named_parameters())
         self.there = {} if target is None else dict(target.named_parameters())

@@ -1,0 +1,91 @@
+"""Muon (Jordan et al., 2024) beside RAdam: a matrix moves by the nearest orthogonal one to its momentum.
+
+Every direction in which a layer's gradient points is then learned at the same speed, not the strongest first. What is
+not a matrix inside the net (biases, norms, embeddings, the first layer and the last) goes on with RAdam. A matrix's
+step is given the size of Adam's (0.2 an entry, root mean square; Liu et al., 2025): one learning rate serves both.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MOMENTUM = 0.95
+SIZE = 0.2  # root mean square of a step's entries, in learning rates
+ROUNDS = 5
+QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's: steep at 0; singular values end between about 0.7 and 1.2
+OUTSIDE = {"embed", "conv_in", "conv_out", "dense_in", "dense_out"}  # layers where the net meets the world
+
+
+class Muon(torch.optim.RAdam):
+    """RAdam for the first group of parameters, Muon for the second."""
+
+    def __init__(self, model: nn.Module, **options: Any):
+        inside, rest = [], []
+        for name, parameter in model.named_parameters():
+            (inside if parameter.ndim >= 2 and not OUTSIDE & set(name.split(".")) else rest).append(parameter)
+        super().__init__([{"params": rest}, {"params": inside}], **options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # RAdam's expects its own numbers of every parameter
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore
+        both = self.param_groups
+        try:
+            self.param_groups = both[:1]
+            super().step()
+        finally:
+            self.param_groups = both
+        self.turn(both[1])
+
+    def turn(self, group: dict[str, Any]) -> None:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not parameters:
+            return
+        gradients, momenta = [parameter.grad for parameter in parameters], []
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            momenta.append(state["momentum"])
+        torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
+        ahead = list(torch._foreach_lerp(gradients, momenta, MOMENTUM))  # as Nesterov
+
+        alike = defaultdict(list)
+        for place, each in enumerate(ahead):
+            alike[as_matrix(each).shape].append(place)
+        for (rows, columns), places in alike.items():
+            turned = orthogonal(torch.stack([as_matrix(ahead[place]) for place in places]))
+            for place, step in zip(places, turned.mul_(SIZE * max(rows, columns) ** 0.5).unbind(), strict=True):
+                ahead[place] = as_weight(step.to(ahead[place].dtype), ahead[place])
+        torch._foreach_add_(parameters, ahead, alpha=-group["lr"])
+
+
+def as_matrix(weight: Tensor) -> Tensor:
+    """[out, in, height, width] -> [out, height · width · in], which channels_last need not be copied for."""
+    return weight if weight.ndim == 2 else weight.movedim(1, -1).flatten(1)
+
+
+def as_weight(matrix: Tensor, like: Tensor) -> Tensor:
+    """`as_matrix` back."""
+    if like.ndim == 2:
+        return matrix
+    return matrix.reshape(like.shape[0], *like.shape[2:], like.shape[1]).movedim(-1, 1)
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """About the nearest orthogonal matrix to each of [K, M, N]: U S Vᵀ -> U S' Vᵀ with S' near 1.
+
+    An odd polynomial, five times, brings the singular values there. In bfloat16 on a GPU: it is only a direction.
+    """
+    a, b, c = QUINTIC
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
+    x = x / (torch.linalg.matrix_norm(matrices, keepdim=True) + 1e-20).to(x.dtype)  # no singular value is above 1
+    wide = x.shape[1] <= x.shape[2]
+    x = x if wide else x.mT
+    for _ in range(ROUNDS):
+        square = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x if wide else x.mT
