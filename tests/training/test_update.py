@@ -51,9 +51,10 @@ def test_the_kernel_is_radam_and_the_averages():
     subprocess.run([sys.executable, "-c", COMPARE], check=True, env={**os.environ, "TRITON_INTERPRET": "1"})
 
 
-def test_gradients_that_are_scaled_give_the_same_update():
+@pytest.mark.parametrize("optimiser", ["radam", "muon"])
+def test_gradients_that_are_scaled_give_the_same_update(optimiser):
     """To the bit, as the scale is a power of two."""
-    config = tiny_config(training={"batch": 8})
+    config = tiny_config(training={"batch": 8, "optimiser": optimiser})
     found = []
     for scale in (1.0, 1024.0):
         model = build_model(ModelSpec.from_config(config, tuple("0123456789")))
@@ -63,7 +64,30 @@ def test_gradients_that_are_scaled_give_the_same_update():
         for number in range(8):
             for parameter in model.parameters():
                 parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
-            update.prepare()
-            update.take(number=number, scale=scale)
+            update.prepare(scale=scale)
+            update.take(number=number)
         found.append([*model.parameters(), *state.averages[0].weights.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("optimiser", ["radam", "muon"])
+def test_a_step_that_is_prepared_and_not_taken_leaves_nothing_behind(optimiser):
+    config = tiny_config(training={"optimiser": optimiser})
+    found = []
+    for spoilt in (False, True):
+        model = build_model(ModelSpec.from_config(config, tuple("0123456789")))
+        state = new_state(config, model)
+        update = Update(config, model, state.optimiser, state.averages, None, ranks=ALONE)
+        generator = torch.Generator().manual_seed(0)
+        for number in range(4):
+            if spoilt:
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, float("inf"))
+                update.prepare(scale=64.0)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            update.prepare(scale=64.0)
+            update.take(number=number)
+        kept = [tensor for values in state.optimiser.state.values() for tensor in values.values()]
+        found.append([*model.parameters(), *state.averages[0].weights.values(), *kept])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

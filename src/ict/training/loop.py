@@ -124,7 +124,7 @@ def train(
             state.loss, state.gradient, state.stats = passes.take(
                 pixels, labels, seed=seed, number=state.step, done=state.done, total=state.total
             )
-            update.prepare()
+            update.prepare(scale=passes.scale)
             levels = float(state.stats.get("levels", 0))
             state.taken = guard.check(
                 state.loss, state.gradient, step=state.step, levels=levels, scaled=passes.scaled, kind=passes.kind
@@ -134,7 +134,7 @@ def train(
                 decay = None
                 if state.target is not None:
                     decay = teacher_ema_2023(int(levels), s0=config.objective.s0, mu0=config.objective.mu0)
-                update.take(number=state.step, scale=passes.scale, target_decay=decay)
+                update.take(number=state.step, target_decay=decay)
 
             state.step += 1
             state.seconds, signal = ranks.highest([time.monotonic() - started, float(asked())])

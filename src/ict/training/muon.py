@@ -6,6 +6,7 @@ step is given the size of Adam's (0.2 an entry, root mean square; Liu et al., 20
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,41 +27,51 @@ class Muon(torch.optim.RAdam):
         for name, parameter in model.named_parameters():
             (inside if parameter.ndim >= 2 and not OUTSIDE & set(name.split(".")) else rest).append(parameter)
         super().__init__([{"params": rest}, {"params": inside}], **options)
+        self.ready: list[tuple[Tensor, Tensor, Tensor]] | None = None  # parameter, its momentum from now on, its step
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # RAdam's expects its own numbers of every parameter
 
     @torch.no_grad()
+    def prepare(self) -> None:
+        """Find where the matrices will go, and change nothing: a GPU does it before anyone knows if they may."""
+        parameters = [parameter for parameter in self.param_groups[1]["params"] if parameter.grad is not None]
+        self.ready = []
+        if not parameters:
+            return
+        gradients = [parameter.grad for parameter in parameters]
+        before = [self.state[each]["momentum"] if self.state[each] else torch.zeros_like(each) for each in parameters]
+        momenta = torch._foreach_lerp(before, gradients, 1 - MOMENTUM)
+        ahead = torch._foreach_lerp(gradients, momenta, MOMENTUM)  # as Nesterov: this step's gradient counts once more
+        self.ready = list(zip(parameters, momenta, turn(ahead), strict=True))
+
+    @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore
-        both = self.param_groups
+        if self.ready is None:
+            self.prepare()
+        both, ready, self.ready = self.param_groups, self.ready or [], None
         try:
             self.param_groups = both[:1]
             super().step()
         finally:
             self.param_groups = both
-        self.turn(both[1])
+        for parameter, momentum, _ in ready:
+            self.state[parameter]["momentum"] = momentum
+        if ready:
+            torch._foreach_add_([each for each, _, _ in ready], [step for _, _, step in ready], alpha=-both[1]["lr"])
 
-    def turn(self, group: dict[str, Any]) -> None:
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        if not parameters:
-            return
-        gradients, momenta = [parameter.grad for parameter in parameters], []
-        for parameter in parameters:
-            state = self.state[parameter]
-            if not state:
-                state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            momenta.append(state["momentum"])
-        torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
-        ahead = list(torch._foreach_lerp(gradients, momenta, MOMENTUM))  # as Nesterov
 
-        alike = defaultdict(list)
-        for place, each in enumerate(ahead):
-            alike[as_matrix(each).shape].append(place)
-        for (rows, columns), places in alike.items():
-            turned = orthogonal(torch.stack([as_matrix(ahead[place]) for place in places]))
-            for place, step in zip(places, turned.mul_(SIZE * max(rows, columns) ** 0.5).unbind(), strict=True):
-                ahead[place] = as_weight(step.to(ahead[place].dtype), ahead[place])
-        torch._foreach_add_(parameters, ahead, alpha=-group["lr"])
+def turn(updates: Sequence[Tensor]) -> list[Tensor]:
+    """The orthogonal neighbour of each, of the size of Adam's steps; those of one shape together."""
+    alike, found = defaultdict(list), list(updates)
+    for place, update in enumerate(updates):
+        alike[as_matrix(update).shape].append(place)
+    for (rows, columns), places in alike.items():
+        turned = orthogonal(torch.stack([as_matrix(updates[place]) for place in places]))
+        turned = turned.to(updates[places[0]].dtype) * (SIZE * max(rows, columns) ** 0.5)
+        for place, step in zip(places, turned.unbind(), strict=True):
+            found[place] = as_weight(step, updates[place])
+    return found
 
 
 def as_matrix(weight: Tensor) -> Tensor:

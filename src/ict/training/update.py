@@ -8,6 +8,7 @@ from ict.model import ConsistencyModel
 from ict.nets.kernels import have_triton
 from ict.ranks import Ranks
 from ict.training.ema import WeightAverage, approach
+from ict.training.muon import Muon
 
 
 class Update:
@@ -32,10 +33,17 @@ class Update:
         self.named = list(model.named_parameters())
         self.there = {} if target is None else dict(target.named_parameters())
         self.table = None
+        self.scale = 1.0
 
-    def prepare(self) -> None:
-        """What can be done while the GPU still computes the gradient: look where everything lies."""
+    @torch.no_grad()
+    def prepare(self, *, scale: float) -> None:
+        """What can be done while the GPU still computes the gradient, which is `scale` times too large."""
+        self.scale = scale
         if not self.fuses:
+            if scale != 1:
+                torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], 1 / scale)
+            if isinstance(self.optimiser, Muon):
+                self.optimiser.prepare()
             return
         from ict.training import fused
 
@@ -44,6 +52,7 @@ class Update:
         whole = all(parameter.grad is not None for _, parameter in named)
         if not whole or (self.table is None and len({float(state["step"]) for state in self.states}) > 1):
             self.fuses = False  # each parameter has had updates of its own: torch keeps count of them
+            self.prepare(scale=scale)
             return
         rows: list[list[Tensor]] = [
             [p.detach() for _, p in named],
@@ -58,13 +67,11 @@ class Update:
         self.table.find(rows)
 
     @torch.no_grad()
-    def take(self, *, number: int, scale: float, target_decay: float | None = None) -> None:
-        """Update number `number` (from 0) with gradients that are `scale` times too large; after `prepare`."""
+    def take(self, *, number: int, target_decay: float | None = None) -> None:
+        """Update number `number` (from 0); after `prepare`."""
         if self.fuses:
-            self.take_fused(number, scale, target_decay)
+            self.take_fused(number, target_decay)
             return
-        if scale != 1:
-            torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], 1 / scale)
         self.optimiser.step()
         for average in self.averages:
             average.update(self.model, number)
@@ -72,7 +79,7 @@ class Update:
             assert target_decay is not None
             follow(self.target, self.model, decay=target_decay)
 
-    def take_fused(self, number: int, scale: float, target_decay: float | None) -> None:
+    def take_fused(self, number: int, target_decay: float | None) -> None:
         from ict.training import fused
 
         (group,) = self.optimiser.param_groups
@@ -83,7 +90,7 @@ class Update:
         assert self.table is not None
         fused.update(
             self.table, step=int(self.states[0]["step"].item()) + 1, lr=float(group["lr"]), betas=group["betas"],
-            eps=group["eps"], scale=scale, rates=rates,
+            eps=group["eps"], scale=self.scale, rates=rates,
         )  # fmt: skip
         torch._foreach_add_([state["step"] for state in self.states], 1)
 
