@@ -24,10 +24,10 @@ count = 0
 
 
 def kind_of(name, kernel, half):
-    simple = kernel.__name__ in ("_join_kernel", "_join_back_kernel", "_fir_kernel", "_update_kernel")
+    simple = kernel.__name__ in ("_join_kernel", "_join_back_kernel", "_fir_kernel", "_update_kernel", "_move_kernel")
     if name in POINTERS:
         return half if POINTERS[name] == "half" else POINTERS[name]
-    if name in ("p", "eps", "gain", "inverse_scale", "beta1", "beta2") or name.startswith("rate"):
+    if name in ("p", "eps", "gain", "inverse_scale", "beta1", "beta2", "lr") or name.startswith("rate"):
         return "fp32"
     if kernel.__name__ == "_update_kernel" and name in ("first", "second"):
         return "fp32"
@@ -64,6 +64,7 @@ compile_all(fused._fir_kernel, taps=(2, 4), up=(1, 2), down=(1, 2), padding=(1, 
 compile_all(fused._join_kernel, span=(256,), **tiles)
 compile_all(fused._join_back_kernel, scales=yes_no, **tiles)
 compile_all(update._update_kernel, adapts=yes_no, averages=(1, 4), aligned=yes_no, wide=(4096,))
+compile_all(update._move_kernel, averages=(1, 4), aligned=yes_no, wide=(4096,))
 assert count > 50
 """
 

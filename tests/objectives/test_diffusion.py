@@ -77,7 +77,7 @@ def test_the_loss_is_the_formula():
     sigma = (-1.2 + 1.2 * level).exp()
     denoised = model(images + sigma.float().reshape(-1, 1, 1, 1) * z, sigma)
     weight = (sigma**2 + 0.25) / (sigma * 0.5) ** 2
-    expected = weight * (denoised - images).square().sum((1, 2, 3))
+    expected = weight * (denoised - images).square().mean((1, 2, 3))
     assert torch.allclose(loss.per_sample.double(), expected, rtol=1e-5)
     assert torch.equal(loss.sigma, sigma)
 

@@ -43,6 +43,17 @@ for step in range(1, 9):  # the first five do not use v
         assert (ours - other).abs().max() < 1e-6
     for average, truth in zip((first, second), expected):
         assert all((a - b).abs().max() < 1e-6 for a, b in zip(average.parameters(), truth))
+
+steps = [torch.randn_like(p) for p in net.parameters()]
+before = [p.detach().clone() for p in net.parameters()]
+kept = [[p.detach().clone() for p in each.parameters()] for each in (first, second)]
+table = fused.Table()
+table.find([list(net.parameters()), steps, list(first.parameters()), list(second.parameters())])
+fused.move(table, lr=0.01, rates=[0.5, 0.125])
+for k, p in enumerate(net.parameters()):
+    assert (p - (before[k] - 0.01 * steps[k])).abs().max() < 1e-6
+    for average, old, rate in zip((first, second), kept, (0.5, 0.125)):
+        assert (list(average.parameters())[k] - (old[k] + rate * (p - old[k]))).abs().max() < 1e-6
 """
 
 

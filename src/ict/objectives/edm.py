@@ -14,7 +14,10 @@ from ict.weighting import denoising_weight
 
 
 class Diffusion:
-    """E[λ(σ) ‖D(x + σ z, σ) − x‖²], λ = (σ² + σ_d²) / (σ σ_d)², ln σ ~ N(p_mean, p_std²)."""
+    """E[λ(σ) ‖D(x + σ z, σ) − x‖²] / d, λ = (σ² + σ_d²) / (σ σ_d)², ln σ ~ N(p_mean, p_std²).
+
+    A mean over the d numbers of an image, where EDM has their sum: RAdam's first steps follow the gradient as it is.
+    """
 
     def __init__(self, config: Config):
         self.section, self.sigma_data = config.objective, config.noise.sigma_data
@@ -23,7 +26,7 @@ class Diffusion:
         sigma = step.lognormal(self.section.p_mean, self.section.p_std)
         denoised = model(add_noise(images, sigma, step.noise(images)), sigma, labels, step.keys())
         weight = denoising_weight(sigma, sigma_data=self.sigma_data).float()
-        return Loss(weight * squared_l2(denoised, images), {}, sigma=sigma, output=denoised)
+        return Loss(weight * squared_l2(denoised, images) / images[0].numel(), {}, sigma=sigma, output=denoised)
 
     def phase(self, step: Step) -> Phase:
         """The same from first to last."""

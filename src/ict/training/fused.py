@@ -1,4 +1,4 @@
-"""RAdam and the averages of the weights in one pass over them on a GPU: each number is read and written once.
+"""An optimiser's step and the averages of the weights in one pass over them on a GPU: each number is read once.
 
 A table holds, for every stretch of CHUNK numbers, where it begins in each of the tensors that belong together: weights,
 gradient, the two moments, the averages. One launch serves all of them.
@@ -25,6 +25,20 @@ def _at(table, slot: tl.constexpr, columns: tl.constexpr, wide: tl.constexpr, al
 
 
 @triton.jit
+def _follow(
+    table, w, mask, rate0, rate1, rate2, rate3,
+    before: tl.constexpr, averages: tl.constexpr, aligned: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
+    """Each average towards the weights by its rate; `before` rows of the table are not averages."""
+    columns: tl.constexpr = before + averages + 1
+    for slot in tl.static_range(averages):
+        place = _at(table, before + slot, columns, wide, aligned)
+        a = tl.load(place, mask, 0.0)
+        rate = rate0 if slot == 0 else rate1 if slot == 1 else rate2 if slot == 2 else rate3
+        tl.store(place, a + rate * (w - a), mask)
+
+
+@triton.jit
 def _update_kernel(
     table, inverse_scale, beta1, beta2, first, second, eps, rate0, rate1, rate2, rate3,
     adapts: tl.constexpr, averages: tl.constexpr, aligned: tl.constexpr, wide: tl.constexpr,
@@ -48,11 +62,21 @@ def _update_kernel(
     else:
         w -= first * m
     tl.store(place, w, mask)
-    for slot in tl.static_range(averages):
-        place = _at(table, 4 + slot, columns, wide, aligned)
-        a = tl.load(place, mask, 0.0)
-        rate = rate0 if slot == 0 else rate1 if slot == 1 else rate2 if slot == 2 else rate3
-        tl.store(place, a + rate * (w - a), mask)
+    _follow(table, w, mask, rate0, rate1, rate2, rate3, 4, averages, aligned, wide)
+
+
+@triton.jit
+def _move_kernel(
+    table, lr, rate0, rate1, rate2, rate3, averages: tl.constexpr, aligned: tl.constexpr, wide: tl.constexpr
+):  # fmt: skip
+    """w ← w − lr · step; then the averages."""
+    columns: tl.constexpr = 3 + averages
+    mask = tl.arange(0, wide) < tl.load(table + tl.program_id(0).to(tl.int64) * columns + 2 + averages)
+    step = tl.load(_at(table, 1, columns, wide, aligned), mask, 0.0)
+    place = _at(table, 0, columns, wide, aligned)
+    w = tl.load(place, mask, 0.0) - lr * step
+    tl.store(place, w, mask)
+    _follow(table, w, mask, rate0, rate1, rate2, rate3, 2, averages, aligned, wide)
 
 
 def radam_factors(step: int, *, lr: float, beta1: float, beta2: float, eps: float) -> tuple[float, float, bool]:
@@ -111,11 +135,21 @@ def dense(tensor: Tensor) -> bool:
 def update(
     table: Table, *, step: int, lr: float, betas: tuple[float, float], eps: float, scale: float, rates: list[float]
 ) -> None:  # fmt: skip
-    """One update of all weights, and of each average towards them by its rate."""
-    assert len(rates) <= SLOTS
+    """One update by RAdam of all weights, and of each average towards them by its rate."""
     first, second, adapts = radam_factors(step, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps)
-    slots = [*rates, *[0.0] * (SLOTS - len(rates))]
     _update_kernel[(len(table.places),)](
-        table.places, 1 / scale, betas[0], betas[1], first, second, eps, *slots,
+        table.places, 1 / scale, betas[0], betas[1], first, second, eps, *slots(rates),
         adapts=adapts, averages=len(rates), aligned=table.aligned, wide=CHUNK, num_warps=8,
     )  # fmt: skip
+
+
+def move(table: Table, *, lr: float, rates: list[float]) -> None:
+    """All weights against their steps, and each average towards them by its rate."""
+    _move_kernel[(len(table.places),)](
+        table.places, lr, *slots(rates), averages=len(rates), aligned=table.aligned, wide=CHUNK, num_warps=8
+    )
+
+
+def slots(rates: list[float]) -> list[float]:
+    assert len(rates) <= SLOTS
+    return [*rates, *[0.0] * (SLOTS - len(rates))]

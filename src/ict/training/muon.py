@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 MOMENTUM = 0.95
 SIZE = 0.2  # root mean square of a step's entries, in learning rates
@@ -27,51 +28,63 @@ class Muon(torch.optim.RAdam):
         for name, parameter in model.named_parameters():
             (inside if parameter.ndim >= 2 and not OUTSIDE & set(name.split(".")) else rest).append(parameter)
         super().__init__([{"params": rest}, {"params": inside}], **options)
-        self.ready: list[tuple[Tensor, Tensor, Tensor]] | None = None  # parameter, its momentum from now on, its step
+        self.ready: list[tuple[Parameter, Tensor, Tensor]] | None = None  # each, its momentum from now on, its step
+        self.steps: dict[torch.Size, Tensor] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # RAdam's expects its own numbers of every parameter
 
+    @property
+    def inside(self) -> list[Parameter]:
+        return self.param_groups[1]["params"]
+
     @torch.no_grad()
     def prepare(self) -> None:
         """Find where the matrices will go, and change nothing: a GPU does it before anyone knows if they may."""
-        parameters = [parameter for parameter in self.param_groups[1]["params"] if parameter.grad is not None]
-        self.ready = []
-        if not parameters:
-            return
-        gradients = [parameter.grad for parameter in parameters]
+        parameters = [parameter for parameter in self.inside if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         before = [self.state[each]["momentum"] if self.state[each] else torch.zeros_like(each) for each in parameters]
-        momenta = torch._foreach_lerp(before, gradients, 1 - MOMENTUM)
-        ahead = torch._foreach_lerp(gradients, momenta, MOMENTUM)  # as Nesterov: this step's gradient counts once more
-        self.ready = list(zip(parameters, momenta, turn(ahead), strict=True))
+        momenta = torch._foreach_lerp(before, gradients, 1 - MOMENTUM) if parameters else []
+        ahead = torch._foreach_lerp(gradients, momenta, MOMENTUM) if parameters else []  # as Nesterov
+        self.ready = list(zip(parameters, momenta, self.turn(ahead), strict=True))
+
+    def turn(self, updates: Sequence[Tensor]) -> list[Tensor]:
+        """The orthogonal neighbour of each, of the size of Adam's steps; those of one shape together.
+
+        Their memory is the same every time.
+        """
+        alike, found = defaultdict(list), list(updates)
+        for place, update in enumerate(updates):
+            alike[as_matrix(update).shape].append(place)
+        for shape, places in alike.items():
+            turned = orthogonal(torch.stack([as_matrix(updates[place]) for place in places]))
+            if shape not in self.steps or self.steps[shape].shape != turned.shape:
+                self.steps[shape] = torch.empty_like(turned, dtype=updates[places[0]].dtype)
+            steps = self.steps[shape].copy_(turned).mul_(SIZE * max(shape) ** 0.5)
+            for place, step in zip(places, steps.unbind(), strict=True):
+                found[place] = as_weight(step, updates[place])
+        return found
+
+    def keep(self) -> None:
+        """The steps have been taken: their momenta are those of the next."""
+        for parameter, momentum, _ in self.ready or []:
+            self.state[parameter]["momentum"] = momentum
+        self.ready = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore
-        if self.ready is None:
-            self.prepare()
-        both, ready, self.ready = self.param_groups, self.ready or [], None
+        both = self.param_groups
         try:
             self.param_groups = both[:1]
             super().step()
         finally:
             self.param_groups = both
-        for parameter, momentum, _ in ready:
-            self.state[parameter]["momentum"] = momentum
-        if ready:
-            torch._foreach_add_([each for each, _, _ in ready], [step for _, _, step in ready], alpha=-both[1]["lr"])
-
-
-def turn(updates: Sequence[Tensor]) -> list[Tensor]:
-    """The orthogonal neighbour of each, of the size of Adam's steps; those of one shape together."""
-    alike, found = defaultdict(list), list(updates)
-    for place, update in enumerate(updates):
-        alike[as_matrix(update).shape].append(place)
-    for (rows, columns), places in alike.items():
-        turned = orthogonal(torch.stack([as_matrix(updates[place]) for place in places]))
-        turned = turned.to(updates[places[0]].dtype) * (SIZE * max(rows, columns) ** 0.5)
-        for place, step in zip(places, turned.unbind(), strict=True):
-            found[place] = as_weight(step, updates[place])
-    return found
+        if self.ready is None:
+            self.prepare()
+        if self.ready:
+            parameters, _, steps = map(list, zip(*self.ready, strict=True))
+            torch._foreach_add_(parameters, steps, alpha=-both[1]["lr"])
+        self.keep()
 
 
 def as_matrix(weight: Tensor) -> Tensor:

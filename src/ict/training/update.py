@@ -1,7 +1,10 @@
 """What a step does with its gradient: the optimiser's step, the averages, and the average that teaches."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ict.config import Config
 from ict.model import ConsistencyModel
@@ -12,7 +15,7 @@ from ict.training.muon import Muon
 
 
 class Update:
-    """Moves weights and averages; in one kernel where it can, otherwise by torch's own."""
+    """Moves weights and averages; in one kernel for each way to move where it can, otherwise by torch's own."""
 
     def __init__(
         self,
@@ -25,46 +28,65 @@ class Update:
         ranks: Ranks,
     ):
         self.model, self.optimiser, self.averages, self.target = model, optimiser, averages, target
-        slots = len(averages) + (target is not None)
+        followers = len(averages) + (target is not None)
         self.fuses = (
-            config.speed.fused_update and model.device.type == "cuda" and have_triton() and slots <= 4
-            and type(optimiser) is torch.optim.RAdam and ranks.count == 1
+            config.speed.fused_update and model.device.type == "cuda" and have_triton() and followers <= 4
+            and isinstance(optimiser, torch.optim.RAdam) and ranks.count == 1
         )  # fmt: skip
-        self.named = list(model.named_parameters())
+        self.muon = optimiser if isinstance(optimiser, Muon) else None
+        turned = set() if self.muon is None else set(self.muon.inside)
+        named = list(model.named_parameters())
+        self.plain = [(name, parameter) for name, parameter in named if parameter not in turned]
+        self.turned = [(name, parameter) for name, parameter in named if parameter in turned]
         self.there = {} if target is None else dict(target.named_parameters())
-        self.table = None
+        self.table: Any = None  # where the numbers of RAdam's parameters lie,
+        self.moves: Any = None  # … and of Muon's
+        self.states: list[dict[str, Tensor]] = []
         self.scale = 1.0
 
     @torch.no_grad()
     def prepare(self, *, scale: float) -> None:
         """What can be done while the GPU still computes the gradient, which is `scale` times too large."""
         self.scale = scale
-        if not self.fuses:
-            if scale != 1:
-                torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], 1 / scale)
-            if isinstance(self.optimiser, Muon):
-                self.optimiser.prepare()
-            return
+        if self.fuses and not self.ready_to_fuse():
+            self.fuses = False
+        some = self.turned if self.fuses else [*self.plain, *self.turned]
+        gradients = [parameter.grad for _, parameter in some if parameter.grad is not None]
+        if scale != 1 and gradients:
+            torch._foreach_mul_(gradients, 1 / scale)
+        if self.muon is not None:
+            self.muon.prepare()
+        if self.fuses:
+            self.find()
+
+    def ready_to_fuse(self) -> bool:
+        """Whether all have a gradient and RAdam is as far with each: if not, torch keeps count of them."""
+        self.states = [begin(self.optimiser, parameter) for _, parameter in self.plain]
+        return all(parameter.grad is not None for _, parameter in [*self.plain, *self.turned]) and (
+            self.table is not None or len({float(state["step"]) for state in self.states}) <= 1
+        )
+
+    def find(self) -> None:
+        """Look where everything lies."""
         from ict.training import fused
 
-        named = self.named
-        self.states = [begin(self.optimiser, parameter) for _, parameter in named]
-        whole = all(parameter.grad is not None for _, parameter in named)
-        if not whole or (self.table is None and len({float(state["step"]) for state in self.states}) > 1):
-            self.fuses = False  # each parameter has had updates of its own: torch keeps count of them
-            self.prepare(scale=scale)
-            return
         rows: list[list[Tensor]] = [
-            [p.detach() for _, p in named],
-            [p.grad for _, p in named if p.grad is not None],
+            [p.detach() for _, p in self.plain],
+            [p.grad for _, p in self.plain if p.grad is not None],
             [state["exp_avg"] for state in self.states],
             [state["exp_avg_sq"] for state in self.states],
-            *([average.weights[name] for name, _ in named] for average in self.averages),
         ]
-        if self.there:
-            rows.append([self.there[name] for name, _ in named])
         self.table = self.table or fused.Table()
-        self.table.find(rows)
+        self.table.find([*rows, *self.followers(self.plain)])
+        if self.muon is not None:
+            self.moves = self.moves or fused.Table()
+            steps = [step for _, _, step in self.muon.ready or []]
+            self.moves.find([[p.detach() for _, p in self.turned], steps, *self.followers(self.turned)])
+
+    def followers(self, named: list[tuple[str, Parameter]]) -> list[list[Tensor]]:
+        """The averages of some parameters, and what else goes after them."""
+        rows = [[average.weights[name] for name, _ in named] for average in self.averages]
+        return [*rows, [self.there[name].detach() for name, _ in named]] if self.there else rows
 
     @torch.no_grad()
     def take(self, *, number: int, target_decay: float | None = None) -> None:
@@ -82,7 +104,7 @@ class Update:
     def take_fused(self, number: int, target_decay: float | None) -> None:
         from ict.training import fused
 
-        (group,) = self.optimiser.param_groups
+        group = self.optimiser.param_groups[0]
         rates = [1 - average.decay_at(number) for average in self.averages]
         if self.target is not None:
             assert target_decay is not None
@@ -93,6 +115,10 @@ class Update:
             eps=group["eps"], scale=self.scale, rates=rates,
         )  # fmt: skip
         torch._foreach_add_([state["step"] for state in self.states], 1)
+        if self.muon is not None:
+            assert self.moves is not None
+            fused.move(self.moves, lr=float(group["lr"]), rates=rates)
+            self.muon.keep()
 
 
 def begin(optimiser: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
