@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python benchmarks/speedrun.py RECIPE INCEPTION CIFAR10 SECONDS ["name: key=value key=value" ...]
 
-Each run trains for SECONDS (or seconds=… among its keys) from random weights (Triton's compiling not counted) and is judged by FID of 10,000 samples
-in one and in two steps, for every average that it keeps. With GRIDS=folder in the environment a grid of samples of each
-run (one step, seed 0) is kept there, with SAVE=folder its model file.
+Each run trains for SECONDS (or seconds=… among its keys) from random weights, Triton's compiling not counted, and is
+judged by FID of 10,000 samples in one and in two steps, for every average that it keeps. With GRIDS=folder in the
+environment a grid of samples of each run (one step, seed 0) is kept there, with SAVE=folder its model file.
 """
 
 import os
