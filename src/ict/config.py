@@ -152,6 +152,7 @@ class ObjectiveConfig:
     c: float | None = None  # of pseudo_huber; left out: 0.00054 · √d
     lpips_net: str = "vgg16"  # of lpips: "vgg16" or "alexnet"
     lpips_weights: str = ""  # of lpips: their file, if not in the cache
+    coupling: str = "independent"  # of image and noise; "batch": among the noise of a batch, near to the image
     teacher: str = "student"  # the lower side's weights: the "student"'s (iCT), or an average of them, "ema" (2023)
     mu0: float = 0.9  # of the average: its decay is exp(s0 log μ0 / N)
     teacher_model: str = ""  # of cd: the file of the diffusion model that is distilled
@@ -184,6 +185,10 @@ class ObjectiveConfig:
         require(1 <= self.stages <= 1000, f"objective.stages = {self.stages}: use 1 to 1000")
         require(self.q > 1, f"objective.q = {self.q}: must be above 1")
         require(self.k >= 0 and self.b >= 0, f"objective.k = {self.k}, objective.b = {self.b}: use 0 or more")
+        require(
+            self.coupling in ("independent", "batch"),
+            f'objective.coupling = {self.coupling!r}: use "independent" (the paper) or "batch"',
+        )
         require(0 <= self.denoise < 1, f"objective.denoise = {self.denoise}: a share of the run from 0 to below 1")
         require(
             self.denoise == 0 or (self.learns == "consistency" and self.teacher == "student"),
@@ -352,6 +357,11 @@ class Config:
             "objective.kind = meanflow needs a net that is told two times: set net.intervals = true",
         )
         require(flow or not self.net.intervals, "net.intervals is for objective.kind = meanflow alone: remove it")
+        require(
+            self.objective.coupling == "independent" or not self.data.classes,
+            'objective.coupling = "batch" gives each class a noise of its own, which sampling does not know: '
+            "leave it out, or set data.classes = 0",
+        )
 
 
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")

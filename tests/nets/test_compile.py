@@ -14,11 +14,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from ict.nets import fused, fused_norm
+from ict.objectives import fused_coupling
 from ict.training import fused as update
 
 POINTERS = {
     "x": "half", "other": "half", "y": "half", "dy": "half", "extra": "half", "dx": "half", "g": "half",
-    "keys": "*i32", "table": "*i64",
+    "keys": "*i32", "table": "*i64", "likeness": "*fp32", "found": "*i64",
 }
 count = 0
 
@@ -65,6 +66,7 @@ compile_all(fused._join_kernel, span=(256,), **tiles)
 compile_all(fused._join_back_kernel, scales=yes_no, **tiles)
 compile_all(update._update_kernel, adapts=yes_no, averages=(1, 4), aligned=yes_no, wide=(4096,))
 compile_all(update._move_kernel, averages=(1, 4), aligned=yes_no, wide=(4096,))
+compile_all(fused_coupling._match_kernel, wide=(1, 64, 2048))
 assert count > 50
 """
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ict import rng
 from ict.model import ConsistencyModel
+from ict.objectives.coupling import couple
 from ict.rng import Stream
 
 
@@ -31,10 +32,13 @@ class Step:
     target: ConsistencyModel | None = None  # the average of the student that teaches it, where the recipe wants one
     samples: Tensor  # int64 [B]: the place of each sample in the whole batch of this step, over all ranks and pieces
     phase: Phase | None = None  # the method's own, where it has one and it is already known
+    coupling: str = "independent"  # or "batch": each image gets the noise of the batch that suits it
 
     def noise(self, images: Tensor) -> Tensor:
         """z ~ N(0, 1) -> float32, of the images' shape."""
-        return rng.normal(self.samples, tuple(images.shape[1:]), seed=self.seed, step=self.number, stream=Stream.NOISE)
+        shape = tuple(images.shape[1:])
+        z = rng.normal(self.samples, shape, seed=self.seed, step=self.number, stream=Stream.NOISE)
+        return couple(images, z) if self.coupling == "batch" else z
 
     def keys(self) -> Tensor:
         """What decides dropout -> [B]."""

@@ -59,7 +59,7 @@ class Muon(torch.optim.RAdam):
         for shape, places in alike.items():
             turned = orthogonal(torch.stack([as_matrix(updates[place]) for place in places]))
             if shape not in self.steps or self.steps[shape].shape != turned.shape:
-                self.steps[shape] = torch.empty_like(turned, dtype=updates[places[0]].dtype)
+                self.steps[shape] = torch.empty(turned.shape, dtype=updates[0].dtype, device=turned.device)
             steps = self.steps[shape].copy_(turned).mul_(SIZE * max(shape) ** 0.5)
             for place, step in zip(places, steps.unbind(), strict=True):
                 found[place] = as_weight(step, updates[place])

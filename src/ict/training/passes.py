@@ -58,7 +58,10 @@ class Passes:
 
     def take(self, pixels: Tensor, labels: Tensor, *, seed: int, number: int, done: int, total: int) -> Figures:
         """Leave the batch's gradient, times `self.scale`, in the model's parameters."""
-        step = Step(seed=seed, number=number, done=done, total=total, target=self.target, samples=self.pieces[0])
+        step = Step(
+            seed=seed, number=number, done=done, total=total, target=self.target, samples=self.pieces[0],
+            coupling=self.config.objective.coupling,
+        )  # fmt: skip
         step = self.enter_phase(step)
         self.scale = self.guard.state.scale if self.scaled else 1.0
         if self.records and step.phase is not None:
