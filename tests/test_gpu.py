@@ -23,6 +23,7 @@ from ict.nets.layers import BoxDown, BoxUp, Fir
 from ict.nets.norm import Norm
 from ict.objectives import build_objective
 from ict.objectives.base import Step
+from ict.objectives.coupling import match
 from ict.ranks import ALONE
 from ict.recipes import find_recipe, load_recipe
 from ict.training.budget import Budget
@@ -30,6 +31,7 @@ from ict.training.guard import Guard
 from ict.training.log import RunLog
 from ict.training.loop import new_state, train
 from ict.training.speed import set_up
+from ict.training.update import Update
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -248,22 +250,35 @@ def test_recorded_steps_are_the_same_to_the_bit(kind, precision, tmp_path):
 @pytest.mark.parametrize("optimiser", ["radam", "muon"])
 @pytest.mark.parametrize("teacher", ["student", "ema"])
 def test_the_fused_update_is_the_optimisers(teacher, optimiser):
+    """With the same gradients: those of a run would follow the weights, and make a last bit of bfloat16 many."""
     found = []
     for fused in (True, False):
         config = tiny_config(
-            objective={"teacher": teacher}, training={"batch": 64, "steps": 12, "optimiser": optimiser},
-            speed={"fused_update": fused, "precision": "float32"},
-        )  # fmt: skip
+            objective={"teacher": teacher}, training={"optimiser": optimiser}, speed={"fused_update": fused}
+        )
         model = build_model(ModelSpec.from_config(config, tuple("0123456789")))
         set_up(config, model, torch.device("cuda"))
         state = new_state(config, model)
-        for _ in train(config, state, load_images(config.data), Budget(steps=12)):
-            pass
+        update = Update(config, model, state.optimiser, state.averages, state.target, ranks=ALONE)
+        generator = torch.Generator("cuda").manual_seed(0)
+        for number in range(12):
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, device="cuda", generator=generator)
+                parameter.grad = torch.empty_like(parameter).copy_(64 * noise)
+            update.prepare(scale=64.0)
+            update.take(number=number, target_decay=0.9)
+        assert update.fuses == fused
         target = [] if state.target is None else [*state.target.state_dict().values()]
         found.append([*model.state_dict().values(), *state.averages[0].weights.values(), *target])
         assert all(entry.get("step", 12) == 12 for entry in state.optimiser.state.values())
     for ours, theirs in zip(*found, strict=True):
-        assert (ours - theirs).abs().max() < 1e-4 * max(1e-3, theirs.abs().max())
+        assert (ours - theirs).abs().max() < 1e-5 * max(1e-3, theirs.abs().max())
+
+
+@pytest.mark.parametrize("count", [1, 5, 64, 256, 1000])
+def test_couplings_are_the_cpus(count):
+    matrix = torch.randn(count, count, generator=torch.Generator().manual_seed(count))
+    assert torch.equal(match(matrix.cuda()).cpu(), match(matrix))
 
 
 def test_a_scale_that_overflows_is_halved_and_nothing_else_happens():
