@@ -153,6 +153,7 @@ class ObjectiveConfig:
     lpips_net: str = "vgg16"  # of lpips: "vgg16" or "alexnet"
     lpips_weights: str = ""  # of lpips: their file, if not in the cache
     coupling: str = "independent"  # of image and noise; "batch": among the noise of a batch, near to the image
+    couple_above: float = 1.0  # of batch: only at noise levels above this; several steps add independent noise below
     teacher: str = "student"  # the lower side's weights: the "student"'s (iCT), or an average of them, "ema" (2023)
     mu0: float = 0.9  # of the average: its decay is exp(s0 log μ0 / N)
     teacher_model: str = ""  # of cd: the file of the diffusion model that is distilled
@@ -189,6 +190,7 @@ class ObjectiveConfig:
             self.coupling in ("independent", "batch"),
             f'objective.coupling = {self.coupling!r}: use "independent" (the paper) or "batch"',
         )
+        require(self.couple_above >= 0, f"objective.couple_above = {self.couple_above}: use 0 (all levels) or more")
         require(0 <= self.denoise < 1, f"objective.denoise = {self.denoise}: a share of the run from 0 to below 1")
         require(
             self.denoise == 0 or (self.learns == "consistency" and self.teacher == "student"),

@@ -5,6 +5,7 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from rich.console import Console
 
 from ict.config import ConfigError
 from ict.experiment import run
+from ict.model import ModelSpec, build_model
 from ict.nets.kernels import have_triton
+from ict.objectives import base, build_objective
 from ict.objectives.coupling import couple, match, rounds
 from ict.sampling import load
 
@@ -51,14 +54,40 @@ def test_images_on_a_line_are_sorted():
     assert torch.equal(given.flatten()[images.flatten().argsort()], noise.flatten().sort().values)
 
 
+def noise_of(images: torch.Tensor, above: float | None, sigma: torch.Tensor | None = None) -> torch.Tensor:
+    return replace(step_of(len(images), number=3), couple_above=above).noise(images, sigma)
+
+
 def test_a_steps_noise_is_the_same_in_another_order():
     images = torch.rand(16, 3, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    alone, together = (step_of(16, number=3).__class__(
-        seed=0, number=3, done=0, total=1, samples=torch.arange(16), coupling=each
-    ).noise(images) for each in ("independent", "batch"))  # fmt: skip
+    alone, together = noise_of(images, None), noise_of(images, 0.0)
     assert not torch.equal(alone, together)
     assert torch.equal(alone.sum(dim=(1, 2, 3)).sort().values, together.sum(dim=(1, 2, 3)).sort().values)
     assert (images * together).sum() > (images * alone).sum() + 5 * 16  # by about a norm of an image each
+
+
+def test_below_a_level_each_keeps_its_own():
+    images = torch.rand(16, 3, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    sigma = torch.linspace(0.1, 3.1, 16, dtype=torch.float64)
+    alone, together = noise_of(images, None, sigma), noise_of(images, 1.0, sigma)
+    same = (alone == together).flatten(1).all(1)
+    assert (sigma <= 1).sum() == 5 and same[sigma <= 1].all() and same.sum() < 10
+    assert (images * together).sum() > (images * alone).sum() + 5 * 11
+
+
+@pytest.mark.parametrize("kind", ["ict", "ect", "edm", "sct", "continuous", "meanflow"])
+def test_every_method_tells_its_levels(kind, monkeypatch):
+    """The level of each sample is the one that the loss reports."""
+    config = tiny_config(
+        objective={"kind": kind, "distance": "squared_l2", "s0": 20, "s1": 20},
+        net={"intervals": kind == "meanflow"}, data={"classes": 0},
+    )  # fmt: skip
+    told = []
+    monkeypatch.setattr(base, "couple", lambda images, z, *, takes_part: told.append(takes_part) or z)
+    model = build_model(ModelSpec.from_config(config, ())).train()
+    step = replace(step_of(32, done=99), couple_above=0.3)
+    loss = build_objective(config)(model, torch.rand(32, 1, 8, 8) * 2 - 1, None, step)
+    assert torch.equal(told[0], loss.sigma > 0.3) and 0 < told[0].sum() < 32
 
 
 def test_rounds_reach_every_pair():
@@ -69,6 +98,8 @@ def test_rounds_reach_every_pair():
 
 COMPARE = """
 import torch
+from ict.model import ModelSpec, build_model
+from ict.objectives import base, build_objective
 from ict.objectives.coupling import SWEEPS, match
 from ict.objectives.fused_coupling import match_fused
 for count in (1, 2, 5, 8, 19, 64):
@@ -87,6 +118,8 @@ def test_a_model_of_classes_is_refused():
         tiny_config(objective={"coupling": "batch"})
     with pytest.raises(ConfigError, match=r'objective\.coupling = \'best\': use "independent"'):
         tiny_config(objective={"coupling": "best"}, data={"classes": 0})
+    with pytest.raises(ConfigError, match="use 0 "):
+        tiny_config(objective={"couple_above": -1.0})
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
@@ -94,7 +127,9 @@ def test_a_run_with_it_trains_and_differs(pieces, tmp_path):
     found = []
     for coupling in ("independent", "batch"):
         config = tiny_config(
-            objective={"coupling": coupling}, data={"classes": 0}, training={"accumulate": pieces, "steps": 4}
+            objective={"coupling": coupling, "couple_above": 0.1},
+            data={"classes": 0},
+            training={"accumulate": pieces, "steps": 4},
         )
         run(config, tmp_path / coupling, device="cpu", console=Console(file=io.StringIO()))
         found.append(load(tmp_path / coupling).model.state_dict())

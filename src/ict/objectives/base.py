@@ -32,13 +32,17 @@ class Step:
     target: ConsistencyModel | None = None  # the average of the student that teaches it, where the recipe wants one
     samples: Tensor  # int64 [B]: the place of each sample in the whole batch of this step, over all ranks and pieces
     phase: Phase | None = None  # the method's own, where it has one and it is already known
-    coupling: str = "independent"  # or "batch": each image gets the noise of the batch that suits it
+    couple_above: float | None = (
+        None  # the noise level from which on an image gets the noise of the batch that suits it
+    )
 
-    def noise(self, images: Tensor) -> Tensor:
-        """z ~ N(0, 1) -> float32, of the images' shape."""
+    def noise(self, images: Tensor, sigma: Tensor | None = None) -> Tensor:
+        """z ~ N(0, 1) -> float32, of the images' shape; `sigma` [B] is the level that each will be used at."""
         shape = tuple(images.shape[1:])
         z = rng.normal(self.samples, shape, seed=self.seed, step=self.number, stream=Stream.NOISE)
-        return couple(images, z) if self.coupling == "batch" else z
+        if self.couple_above is None:
+            return z
+        return couple(images, z, takes_part=None if sigma is None else sigma > self.couple_above)
 
     def keys(self) -> Tensor:
         """What decides dropout -> [B]."""

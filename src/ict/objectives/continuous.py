@@ -53,7 +53,8 @@ class ContinuousConsistencyTraining:
 
     def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss:
         u = rng.uniform(step.samples, 1, seed=step.seed, step=step.number, stream=Stream.LEVEL)[:, 0]
-        sigma, z, key = self.levels(u), step.noise(images).to(images.dtype), step.keys()
+        sigma = self.levels(u)
+        z, key = step.noise(images, sigma).to(images.dtype), step.keys()
         noisy, plain = add_noise(images, sigma, z), unwrapped(model)
 
         student = model(noisy, sigma, labels, key)

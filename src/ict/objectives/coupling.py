@@ -10,16 +10,20 @@ from torch import Tensor
 
 from ict.nets.kernels import kernels_for
 
+KEPT = 1e12  # a likeness that nothing is exchanged for
 SWEEPS = 4  # over all pairs; more find hardly more
 
 
-def couple(images: Tensor, noise: Tensor) -> Tensor:
+def couple(images: Tensor, noise: Tensor, *, takes_part: Tensor | None = None) -> Tensor:
     """The noise of a batch in another order: that in which no two images would gain by an exchange, or nearly.
 
     A pair's gain is its inner product: minus half the squared distance, but for what does not depend on the order.
+    Images that do not take part (bool [B]) keep their own.
     """
     with torch.no_grad():
         likeness = images.flatten(1).float() @ noise.flatten(1).float().T
+        if takes_part is not None:
+            likeness.diagonal().masked_fill_(~takes_part, KEPT)
         return noise[match(likeness)]
 
 

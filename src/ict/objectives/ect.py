@@ -34,7 +34,7 @@ class EasyConsistencyTuning:
         t = t.clamp(1.001 * self.noise.sigma_min, self.noise.sigma_max)
         phase = step.phase or self.phase(step)
         r = lower_level(t, phase.tensors["ratio"], k=section.k, b=section.b).clamp_min(self.noise.sigma_min)
-        z, key = step.noise(images), step.keys()
+        z, key = step.noise(images, t), step.keys()
 
         student = model(add_noise(images, t, z), t, labels, key)
         with torch.no_grad():

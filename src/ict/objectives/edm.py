@@ -24,7 +24,7 @@ class Diffusion:
 
     def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss:
         sigma = step.lognormal(self.section.p_mean, self.section.p_std)
-        denoised = model(add_noise(images, sigma, step.noise(images)), sigma, labels, step.keys())
+        denoised = model(add_noise(images, sigma, step.noise(images, sigma)), sigma, labels, step.keys())
         weight = denoising_weight(sigma, sigma_data=self.sigma_data).float()
         return Loss(weight * squared_l2(denoised, images) / images[0].numel(), {}, sigma=sigma, output=denoised)
 

@@ -36,7 +36,7 @@ class ImprovedConsistencyTraining:
     def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss:
         phase = step.phase or self.phase(step)
         low, high = self.draw_levels(phase, step)
-        z, key = step.noise(images), step.keys()
+        z, key = step.noise(images, high), step.keys()
 
         noisy = add_noise(images, high, z)
         student = model(noisy, high, labels, key)

@@ -33,7 +33,7 @@ class MeanFlow:
 
     def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss:
         low, high = self.draw_levels(step)
-        e, key = step.noise(images).to(images.dtype), step.keys()
+        e, key = step.noise(images, high).to(images.dtype), step.keys()
         noisy, t, r = add_noise(images, high, e), flow_time(high), flow_time(low)
         z, v = spread(1 - t, images) * noisy, e - images
         plain = unwrapped(model)

@@ -45,7 +45,7 @@ class SimplifiedConsistencyTraining:
         section, noise = self.section, self.noise
         phase = step.phase or self.phase(step)
         sigma = step.lognormal(section.p_mean, section.p_std).clamp(1.001 * noise.sigma_min, noise.sigma_max)
-        z, key = step.noise(images).to(images.dtype), step.keys()
+        z, key = step.noise(images, sigma).to(images.dtype), step.keys()
 
         student = model(add_noise(images, sigma, z), sigma, labels, key)
         g = self.tangent(unwrapped(model), images, sigma, z, labels, key, share=phase.tensors["share"])

@@ -60,7 +60,7 @@ class Passes:
         """Leave the batch's gradient, times `self.scale`, in the model's parameters."""
         step = Step(
             seed=seed, number=number, done=done, total=total, target=self.target, samples=self.pieces[0],
-            coupling=self.config.objective.coupling,
+            couple_above=self.config.objective.couple_above if self.config.objective.coupling == "batch" else None,
         )  # fmt: skip
         step = self.enter_phase(step)
         self.scale = self.guard.state.scale if self.scaled else 1.0
