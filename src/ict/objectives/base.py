@@ -32,9 +32,7 @@ class Step:
     target: ConsistencyModel | None = None  # the average of the student that teaches it, where the recipe wants one
     samples: Tensor  # int64 [B]: the place of each sample in the whole batch of this step, over all ranks and pieces
     phase: Phase | None = None  # the method's own, where it has one and it is already known
-    couple_above: float | None = (
-        None  # the noise level from which on an image gets the noise of the batch that suits it
-    )
+    couple_above: float | None = None  # above this level an image gets the noise of the batch that suits it
 
     def noise(self, images: Tensor, sigma: Tensor | None = None) -> Tensor:
         """z ~ N(0, 1) -> float32, of the images' shape; `sigma` [B] is the level that each will be used at."""
