@@ -247,15 +247,17 @@ def test_recorded_steps_are_the_same_to_the_bit(kind, precision, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
+@pytest.mark.parametrize("channels_last", [True, False])
 @pytest.mark.parametrize("optimiser", ["radam", "muon"])
 @pytest.mark.parametrize("teacher", ["student", "ema"])
-def test_the_fused_update_is_the_optimisers(teacher, optimiser):
+def test_the_fused_update_is_the_optimisers(teacher, optimiser, channels_last):
     """With the same gradients: those of a run would follow the weights, and make a last bit of bfloat16 many."""
     found = []
     for fused in (True, False):
         config = tiny_config(
-            objective={"teacher": teacher}, training={"optimiser": optimiser}, speed={"fused_update": fused}
-        )
+            objective={"teacher": teacher}, training={"optimiser": optimiser},
+            speed={"fused_update": fused, "channels_last": channels_last},
+        )  # fmt: skip
         model = build_model(ModelSpec.from_config(config, tuple("0123456789")))
         set_up(config, model, torch.device("cuda"))
         state = new_state(config, model)

@@ -14,7 +14,6 @@ from ict.cost import measure
 from ict.data import Images, batch_indices
 from ict.data.feed import open_feed
 from ict.model import ConsistencyModel, ModelSpec, build_model
-from ict.objectives import Step
 from ict.precision import HALF, pick_precision
 from ict.ranks import ALONE
 from ict.sampling import DIFFUSION_STEPS, Generator
@@ -124,13 +123,15 @@ def time_parts(
     piece = torch.arange(training.batch // count, device=device)
     pixels, labels = images.pixels[: len(piece)].to(device), images.labels[: len(piece)].to(device)
     passes = Passes(config, model, None, samples=piece, guard=Guard(config, ALONE, device), ranks=ALONE)
-    step = passes.enter_phase(Step(seed=0, number=0, done=ENDLESS - 1, total=ENDLESS, samples=piece))
+    first = passes.step_of(seed=0, number=0, done=ENDLESS - 1, total=ENDLESS)
+    step = passes.enter_phase(replace(first, samples=piece))
     x, y = load_batch(config, pixels, labels, piece, seed=0, step=0)
-    sigma, key, z = step.lognormal(-1.1, 2.0), step.keys(), step.noise(x)
+    sigma, key = step.lognormal(-1.1, 2.0), step.keys()
+    z = step.noise(x, sigma)
 
     def draw() -> None:
         load_batch(config, pixels, labels, piece, seed=0, step=0)
-        step.noise(x), step.keys(), step.lognormal(-1.1, 2.0)
+        step.noise(x, sigma), step.keys(), step.lognormal(-1.1, 2.0)
 
     def teacher() -> None:
         with torch.no_grad():
@@ -162,7 +163,7 @@ def time_update(config: Config, model: ConsistencyModel, device: torch.device, *
     update.prepare(scale=1.0)
 
     def work() -> None:
-        if not update.fuses:  # otherwise all that it does is done while the GPU is busy
+        if not update.fuses or update.muon is not None:  # otherwise it asks nothing of the GPU
             update.prepare(scale=1.0)
         update.take(number=0, target_decay=0.9)
 

@@ -364,6 +364,10 @@ class Config:
             'objective.coupling = "batch" gives each class a noise of its own, which sampling does not know: '
             "leave it out, or set data.classes = 0",
         )
+        require(
+            self.objective.coupling == "independent" or self.training.batch >= 2 * self.training.accumulate,
+            'objective.coupling = "batch" needs pieces of at least 2 images: lower training.accumulate',
+        )
 
 
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")

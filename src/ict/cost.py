@@ -19,9 +19,12 @@ class Cost:
     training: int  # of one training image: student forward and backward, teacher forward
     activations: int  # bytes that the student keeps for its backward pass, in float32
 
-    def training_memory(self, averages: int) -> int:
-        """Bytes of float32 weights, gradients, RAdam's two moments and the averages."""
-        return 4 * self.parameters * (1 + 1 + 2 + averages)
+    def training_memory(self, averages: int, *, optimiser: str = "radam") -> int:
+        """Bytes of float32 weights, gradients, what the optimiser keeps of each weight, and the averages.
+
+        RAdam has two moments. Muon has a momentum and a step, and while it finds them anew, both twice.
+        """
+        return 4 * self.parameters * (1 + 1 + {"radam": 2, "muon": 4}[optimiser] + averages)
 
 
 def meta_model(spec: ModelSpec) -> ConsistencyModel:

@@ -87,10 +87,11 @@ def check_same(config: Config, found: Found) -> None:
         f"training.steps = {steps}, but {found.path} is past that: a run can be made longer, not shorter",
     )
     old, new = flatten(to_dict(from_dict(Config, found.manifest["recipe"]))), flatten(to_dict(config))
+    coupled = {"training.accumulate"} if config.objective.coupling == "batch" else set()  # pieces are matched apart
     changed = [
         f"{key}: {old.get(key)!r} then, {new.get(key)!r} now"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key not in FREE
+        if old.get(key) != new.get(key) and key not in FREE - coupled
     ]
     require(
         not changed,

@@ -88,7 +88,7 @@ def test_the_loss_that_is_shown_is_the_squared_speed():
     objective = build_objective(from_dict(Config, {"objective": {"kind": "continuous", "distance": "squared_l2"}}))
     step = step_of(6)
     loss = objective(model, images, None, step)
-    z, sigma, h = step.noise(images).double(), loss.sigma, 1e-3
+    z, sigma, h = step.noise(images, step.samples).double(), loss.sigma, 1e-3
     ahead, behind = (model(add_noise(images, s, z), s) for s in (sigma * (1 + h), sigma * (1 - h)))
     speed = (ahead - behind) / (2 * h * sigma).reshape(-1, 1, 1, 1)
     assert torch.allclose(loss.per_sample, speed.square().sum((1, 2, 3)), rtol=1e-3)

@@ -1,5 +1,6 @@
 """Minibatch couplings: a better order of the same noise, by the same rounds on a GPU, and only where it is right."""
 
+import contextlib
 import io
 import itertools
 import os
@@ -50,17 +51,17 @@ def test_it_is_nearly_the_best():
 def test_images_on_a_line_are_sorted():
     """In one dimension the best order is known: the k-th image with the k-th noise."""
     images, noise = torch.randn(32, 1, 1, 1), torch.randn(32, 1, 1, 1)
-    given = couple(images, noise)
+    given = couple(images, noise, takes_part=torch.ones(32, dtype=torch.bool))
     assert torch.equal(given.flatten()[images.flatten().argsort()], noise.flatten().sort().values)
 
 
-def noise_of(images: torch.Tensor, above: float | None, sigma: torch.Tensor | None = None) -> torch.Tensor:
+def noise_of(images: torch.Tensor, above: float | None, sigma: torch.Tensor) -> torch.Tensor:
     return replace(step_of(len(images), number=3), couple_above=above).noise(images, sigma)
 
 
 def test_a_steps_noise_is_the_same_in_another_order():
     images = torch.rand(16, 3, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    alone, together = noise_of(images, None), noise_of(images, 0.0)
+    alone, together = (noise_of(images, above, torch.full((16,), 0.1)) for above in (None, 0.0))
     assert not torch.equal(alone, together)
     assert torch.equal(alone.sum(dim=(1, 2, 3)).sort().values, together.sum(dim=(1, 2, 3)).sort().values)
     assert (images * together).sum() > (images * alone).sum() + 5 * 16  # by about a norm of an image each
@@ -118,6 +119,8 @@ def test_a_model_of_classes_is_refused():
         tiny_config(objective={"coupling": "batch"})
     with pytest.raises(ConfigError, match=r'objective\.coupling = \'best\': use "independent"'):
         tiny_config(objective={"coupling": "best"}, data={"classes": 0})
+    with pytest.raises(ConfigError, match="pieces of at least 2 images"):
+        tiny_config(objective={"coupling": "batch"}, data={"classes": 0}, training={"accumulate": 8})
     with pytest.raises(ConfigError, match="use 0 "):
         tiny_config(objective={"couple_above": -1.0})
 
@@ -135,3 +138,24 @@ def test_a_run_with_it_trains_and_differs(pieces, tmp_path):
         found.append(load(tmp_path / coupling).model.state_dict())
     assert not all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert all(tensor.isfinite().all() for tensor in found[1].values())
+
+
+def test_the_pieces_of_a_coupled_run_stay_as_they_are(tmp_path):
+    for coupling, free in (("independent", True), ("batch", False)):
+        config = tiny_config(objective={"coupling": coupling}, data={"classes": 0})
+        run(config, tmp_path / coupling, device="cpu", console=Console(file=io.StringIO()))
+        other = replace(config, training=replace(config.training, accumulate=2, steps=13))
+        with (
+            contextlib.nullcontext()
+            if free
+            else pytest.raises(ConfigError, match=r"training\.accumulate: 1 then, 2 now")
+        ):
+            run(other, tmp_path / coupling, device="cpu", resume=True, console=Console(file=io.StringIO()))
+
+
+@pytest.mark.parametrize(("above", "warns"), [(0.0, True), (1.0, False)])
+def test_a_model_for_one_step_only_is_said_to_be_one(above, warns, tmp_path):
+    config = tiny_config(objective={"coupling": "batch", "couple_above": above}, data={"classes": 0})
+    console = Console(file=io.StringIO(), width=300)
+    run(config, tmp_path / "run", device="cpu", console=console)
+    assert ("use it in one step" in console.file.getvalue()) == warns

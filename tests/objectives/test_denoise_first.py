@@ -39,7 +39,7 @@ def test_it_denoises_first_and_then_the_method_has_a_run_of_its_own(kind):
         return method(model, images, labels, step_of(6, done=done, total=total)).per_sample
 
     for done in (0, 29):
-        assert torch.equal(loss(objective, done, 100), loss(Diffusion(config), 0, 1))
+        assert torch.equal(loss(objective, done, 100), loss(Diffusion(config), 0, 1))  # of a model of this kind
         assert objective.phase(step_of(6, done=done)).kind == "denoising"
     for done in (30, 60, 99):
         assert torch.equal(loss(objective, done, 100), loss(plain, done - 30, 70))
@@ -109,3 +109,35 @@ def test_a_run_switches_and_resumes_to_the_bit(tmp_path):
     run(config, tmp_path / "cut", device="cpu", resume=True, console=Console(file=io.StringIO()))
     ours, whole = (load(tmp_path / name).model.state_dict() for name in ("cut", "whole"))
     assert all(torch.equal(ours[name], whole[name]) for name in whole)
+
+
+def test_it_denoises_only_levels_that_the_model_is_made_for():
+    """Below σ_min a consistency model's c_out changes its sign, and the weight goes to infinity."""
+    config = tiny_config(
+        objective={"denoise": 0.5, "p_mean": -4.0, "p_std": 3.0}, noise={"sigma_max": 1.0}, data={"classes": 0}
+    )
+    model = build_model(ModelSpec.from_config(config, ()))
+    loss = build_objective(config)(model, torch.zeros(200, 1, 8, 8), None, step_of(200))
+    assert loss.sigma.min() > config.noise.sigma_min and loss.sigma.max() == config.noise.sigma_max
+    assert (loss.sigma == loss.sigma.min()).sum() > 10
+    plain = tiny_config(objective={"kind": "edm", "p_mean": -4.0, "p_std": 3.0}, data={"classes": 0})
+    model = build_model(ModelSpec.from_config(plain, ()))
+    loss = build_objective(plain)(model, torch.zeros(200, 1, 8, 8), None, step_of(200))
+    assert loss.sigma.min() < config.noise.sigma_min  # a diffusion model has no lowest one
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_what_follows_is_rehearsed_too(share, tmp_path):
+    config = tiny_config(objective={"denoise": share}, noise={"rho": 1e-3})
+    with pytest.raises(ConfigError, match="cannot be trained"):
+        run(config, tmp_path / "run", device="cpu", console=Console(file=io.StringIO()))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_longer_run_that_denoises_again_says_so(tmp_path):
+    config = config_of("ict", 0.5)
+    run(config, tmp_path / "run", device="cpu", console=Console(file=io.StringIO()))
+    said = Console(file=io.StringIO(), width=300)
+    longer = replace(config, training=replace(config.training, steps=40))
+    run(longer, tmp_path / "run", device="cpu", resume=True, console=said)
+    assert "denoises again until step 20" in said.file.getvalue()

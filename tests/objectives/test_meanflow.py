@@ -87,7 +87,7 @@ def test_loss_and_gradient_are_those_of_the_formula(power):
     loss = ours(model, images, None, step)
     (found,) = torch.autograd.grad(loss.per_sample.mean(), model.net.weight)
     low, high = ours.draw_levels(step)
-    t, r, e = *(flow_time(s).reshape(-1, 1, 1, 1) for s in (high, low)), step.noise(images).double()
+    t, r, e = *(flow_time(s).reshape(-1, 1, 1, 1) for s in (high, low)), step.noise(images, step.samples).double()
     z, v = (1 - t) * images + t * e, e - images
     slope = v * (t + 2 * r) + z + 1
     squared = (model.net.weight * (z * (t + 2 * r) + t) - (v - (t - r) * slope)).square().sum((1, 2, 3))

@@ -71,7 +71,7 @@ def test_the_gradient_is_the_papers(power, floor):
     ours = objective(power=power, warmup=0.0, **({} if floor == 0.1 else {"floor": floor}))
     loss = ours(model, images, None, step)
     (found,) = torch.autograd.grad(loss.per_sample.sum(), model.net.log_s)
-    sigma, z = loss.sigma, step.noise(images).double()
+    sigma, z = loss.sigma, step.noise(images, step.samples).double()
     g = ours.tangent(model, images, sigma, z, None, None, share=1.0)
     length = g.flatten(1).norm(dim=1)
     assert torch.allclose(loss.per_sample, length / 8)
@@ -88,7 +88,7 @@ def test_the_gradient_is_the_papers(power, floor):
 def test_gaussian_data_pulls_towards_its_own_deviation(s, sign):
     """Without normalising, its gradient is that of continuous-time training with another weight."""
     images, step, model = 0.5 * torch.randn(4096, 1, 8, 8), step_of(4096), gaussian_model(s, NOISE)
-    sigma, z = step.lognormal(-1.0, 1.4).clamp(0.01, 80.0), step.noise(images)
+    sigma, z = step.lognormal(-1.0, 1.4).clamp(0.01, 80.0), step.noise(images, step.samples)
     g = objective().tangent(model, images, sigma, z, None, None, share=1.0)
     f = -model.net(
         add_noise(images, sigma, z) / torch.sqrt(sigma**2 + 0.25).float().reshape(-1, 1, 1, 1), 0.25 * sigma.log()

@@ -104,6 +104,21 @@ def test_a_step_has_the_size_of_adams_whatever_the_gradients():
             assert torch.allclose(other[name], found[1][name], atol=1e-6)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_steps_lie_in_memory_as_the_weights_do_and_where_they_lay_before(layout):
+    layers = Layers().to(memory_format=layout)
+    optimiser, places = Muon(layers, **OPTIONS), set()
+    for seed in range(3):
+        for number, parameter in enumerate(layers.parameters()):
+            parameter.grad = torch.empty_like(parameter).copy_(random(*parameter.shape, seed=100 * seed + number))
+        optimiser.prepare()
+        for parameter, _, step in optimiser.ready:
+            assert step.stride() == parameter.stride()
+        places.add(tuple(step.data_ptr() for _, _, step in optimiser.ready))
+        optimiser.step()
+    assert len(places) == 1
+
+
 def test_layouts_do_not_matter():
     plain, last = Layers(), Layers().to(memory_format=torch.channels_last)
     optimisers = [Muon(each, **OPTIONS) for each in (plain, last)]
@@ -127,6 +142,8 @@ def test_what_meets_the_world_is_not_turned(recipe):
     turned = [name for name, is_inside in names.items() if is_inside]
     assert all(name.endswith(".weight") and "norm" not in name and "embed" not in name for name in turned)
     assert not any(part in name for name in turned for part in ("_in.", "_out."))
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    assert not any(config.data.channels in shapes[name][:2] for name in turned)  # NCSN++ reads the image more than once
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     assert sum(sizes[name] for name in turned) > (0.25 if recipe == "toy2d" else 0.8) * sum(sizes.values())
 

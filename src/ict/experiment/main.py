@@ -243,14 +243,16 @@ def rehearse(config: Config, state: TrainState, images: Images, ranks: Ranks) ->
             single, state.model, state.target, samples=sample, guard=Guard(config, ALONE, device), ranks=ALONE
         )
         pixels, labels = one.pixels[sample], one.labels[sample]
-        loss, _, _ = passes.take(pixels, labels, seed=config.seed, number=0, done=0, total=1)
+        moments = [0, 999] if config.objective.denoise else [999]  # a warm-up, and what the run ends with
+        for done in moments:
+            loss, _, _ = passes.take(pixels, labels, seed=config.seed, number=0, done=done, total=1000)
+            require(bool(loss.isfinite()), f"this recipe cannot be trained: its first loss is {loss.item()}")
     except (ConfigError, torch.OutOfMemoryError):
         raise
     except (ValueError, OverflowError, ZeroDivisionError, RuntimeError) as error:
         if "determinis" in str(error):
             raise ConfigError(f"{error}\nSet training.deterministic = false to train without bitwise resume") from error
         raise ConfigError(f"this recipe cannot be trained: {error}") from error
-    require(bool(loss.isfinite()), f"this recipe cannot be trained: its first loss is {loss.item()}")
     state.optimiser.zero_grad(set_to_none=True)
 
 
@@ -264,11 +266,20 @@ def announce(this: Run, plan: Plan, found: Found | None) -> None:
     )
     this.say(f"noise levels: {plan.describe()}")
     this.warn(plan.warning())
+    objective, middle = config.objective, config.sampling.sigma_mid
+    if objective.coupling == "batch" and middle > objective.couple_above:
+        this.warn(
+            f"sampling in several steps adds independent noise at σ = {middle:g}, but this model learns coupled noise "
+            f"above {objective.couple_above:g}: use it in one step, or raise objective.couple_above"
+        )
     if found is None:
         return
     for reason in found.passed_over:
         this.warn(f"passed over {reason}")
     this.say(f"going on from {found.path}")
+    done, _ = this.budget.progress(this.state.step, this.state.seconds)
+    if done < plan.first and this.guard.state.counted and this.guard.state.kind == "":
+        this.warn(f"the run is longer than it was and denoises again until {plan.when(plan.first)}")
     then, now = found.manifest["made_with"], surroundings(this.state)
     changed = ", ".join(f"{key} {then.get(key)} then and {now[key]} now" for key in now if then.get(key) != now[key])
     this.warn(changed and f"the run will not be equal to the bit to an unbroken one: {changed}")

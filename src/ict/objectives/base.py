@@ -34,13 +34,13 @@ class Step:
     phase: Phase | None = None  # the method's own, where it has one and it is already known
     couple_above: float | None = None  # above this level an image gets the noise of the batch that suits it
 
-    def noise(self, images: Tensor, sigma: Tensor | None = None) -> Tensor:
-        """z ~ N(0, 1) -> float32, of the images' shape; `sigma` [B] is the level that each will be used at."""
+    def noise(self, images: Tensor, sigma: Tensor) -> Tensor:
+        """z ~ N(0, 1) -> float32, of the images' shape; σ [B] is the (higher) level that each will be used at."""
         shape = tuple(images.shape[1:])
         z = rng.normal(self.samples, shape, seed=self.seed, step=self.number, stream=Stream.NOISE)
         if self.couple_above is None:
             return z
-        return couple(images, z, takes_part=None if sigma is None else sigma > self.couple_above)
+        return couple(images, z, takes_part=sigma > self.couple_above)
 
     def keys(self) -> Tensor:
         """What decides dropout -> [B]."""

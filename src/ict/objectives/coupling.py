@@ -14,7 +14,7 @@ KEPT = 1e12  # a likeness that nothing is exchanged for
 SWEEPS = 4  # over all pairs; more find hardly more
 
 
-def couple(images: Tensor, noise: Tensor, *, takes_part: Tensor | None = None) -> Tensor:
+def couple(images: Tensor, noise: Tensor, *, takes_part: Tensor) -> Tensor:
     """The noise of a batch in another order: that in which no two images would gain by an exchange, or nearly.
 
     A pair's gain is its inner product: minus half the squared distance, but for what does not depend on the order.
@@ -22,8 +22,7 @@ def couple(images: Tensor, noise: Tensor, *, takes_part: Tensor | None = None) -
     """
     with torch.no_grad():
         likeness = images.flatten(1).float() @ noise.flatten(1).float().T
-        if takes_part is not None:
-            likeness.diagonal().masked_fill_(~takes_part, KEPT)
+        likeness.diagonal().masked_fill_(~takes_part, KEPT)
         return noise[match(likeness)]
 
 

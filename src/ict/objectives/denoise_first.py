@@ -17,7 +17,7 @@ from ict.objectives.edm import Diffusion
 class DenoiseFirst:
     """EDM's loss while progress is below `objective.denoise`; from there on another method, as if its run began there.
 
-    The levels of both are drawn by the same p_mean and p_std.
+    (Learning rate, optimiser and averages go on as before.) The levels to denoise are drawn by p_mean and p_std.
     """
 
     def __init__(self, config: Config, then: Objective):

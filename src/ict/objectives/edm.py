@@ -20,12 +20,14 @@ class Diffusion:
     """
 
     def __init__(self, config: Config):
-        self.section, self.sigma_data = config.objective, config.noise.sigma_data
+        self.section, self.noise = config.objective, config.noise
 
     def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss:
         sigma = step.lognormal(self.section.p_mean, self.section.p_std)
+        if model.kind != "diffusion":  # a consistency model is made for these levels alone
+            sigma = sigma.clamp(1.001 * self.noise.sigma_min, self.noise.sigma_max)
         denoised = model(add_noise(images, sigma, step.noise(images, sigma)), sigma, labels, step.keys())
-        weight = denoising_weight(sigma, sigma_data=self.sigma_data).float()
+        weight = denoising_weight(sigma, sigma_data=self.noise.sigma_data).float()
         return Loss(weight * squared_l2(denoised, images) / images[0].numel(), {}, sigma=sigma, output=denoised)
 
     def phase(self, step: Step) -> Phase:

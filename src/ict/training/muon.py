@@ -17,7 +17,8 @@ MOMENTUM = 0.95
 SIZE = 0.2  # root mean square of a step's entries, in learning rates
 ROUNDS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's: steep at 0; singular values end between about 0.7 and 1.2
-OUTSIDE = {"embed", "conv_in", "conv_out", "dense_in", "dense_out"}  # layers where the net meets the world
+OUTSIDE = {"embed", "conv_in", "conv_out", "dense_in", "dense_out"}  # layers where the net meets the world …
+NARROW = 8  # … and any with so few channels on one side: they read or write images
 
 
 class Muon(torch.optim.RAdam):
@@ -26,10 +27,12 @@ class Muon(torch.optim.RAdam):
     def __init__(self, model: nn.Module, **options: Any):
         inside, rest = [], []
         for name, parameter in model.named_parameters():
-            (inside if parameter.ndim >= 2 and not OUTSIDE & set(name.split(".")) else rest).append(parameter)
+            wide = parameter.ndim >= 2 and min(parameter.shape[:2]) >= NARROW
+            (inside if wide and not OUTSIDE & set(name.split(".")) else rest).append(parameter)
         super().__init__([{"params": rest}, {"params": inside}], **options)
         self.ready: list[tuple[Parameter, Tensor, Tensor]] | None = None  # each, its momentum from now on, its step
         self.steps: dict[torch.Size, Tensor] = {}
+        self.copies: dict[int, Tensor] = {}  # of those that have to be laid out otherwise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # RAdam's expects its own numbers of every parameter
@@ -51,7 +54,7 @@ class Muon(torch.optim.RAdam):
     def turn(self, updates: Sequence[Tensor]) -> list[Tensor]:
         """The orthogonal neighbour of each, of the size of Adam's steps; those of one shape together.
 
-        Their memory is the same every time.
+        They lie in memory as the updates do, in the same place every time.
         """
         alike, found = defaultdict(list), list(updates)
         for place, update in enumerate(updates):
@@ -63,6 +66,11 @@ class Muon(torch.optim.RAdam):
             steps = self.steps[shape].copy_(turned).mul_(SIZE * max(shape) ** 0.5)
             for place, step in zip(places, steps.unbind(), strict=True):
                 found[place] = as_weight(step, updates[place])
+        for place, (step, update) in enumerate(zip(found, updates, strict=True)):
+            if step.stride() != update.stride() and not (step.is_contiguous() and update.is_contiguous()):
+                if place not in self.copies:
+                    self.copies[place] = torch.empty_like(update)
+                found[place] = self.copies[place].copy_(step)
         return found
 
     def keep(self) -> None:

@@ -58,11 +58,7 @@ class Passes:
 
     def take(self, pixels: Tensor, labels: Tensor, *, seed: int, number: int, done: int, total: int) -> Figures:
         """Leave the batch's gradient, times `self.scale`, in the model's parameters."""
-        step = Step(
-            seed=seed, number=number, done=done, total=total, target=self.target, samples=self.pieces[0],
-            couple_above=self.config.objective.couple_above if self.config.objective.coupling == "batch" else None,
-        )  # fmt: skip
-        step = self.enter_phase(step)
+        step = self.enter_phase(self.step_of(seed=seed, number=number, done=done, total=total))
         self.scale = self.guard.state.scale if self.scaled else 1.0
         if self.records and step.phase is not None:
             inputs = {
@@ -74,6 +70,14 @@ class Passes:
                 loss, gradient, stats = self.kept.play(inputs)
                 return loss, gradient, {**stats, **step.phase.figures}
         return self.compute(step, pixels, labels, torch.full((), self.scale, device=self.device))
+
+    def step_of(self, *, seed: int, number: int, done: int, total: int) -> Step:
+        """The first piece of a batch."""
+        objective = self.config.objective
+        return Step(
+            seed=seed, number=number, done=done, total=total, target=self.target, samples=self.pieces[0],
+            couple_above=objective.couple_above if objective.coupling == "batch" else None,
+        )  # fmt: skip
 
     def recorded(self, step: Step, inputs: dict[str, Tensor]) -> bool:
         """Whether there is a recording that can play this step; makes one at the second step of a kind."""
