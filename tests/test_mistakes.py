@@ -82,7 +82,7 @@ MISTAKES = {
         "nets/unet.py", "        with exact(c_noise):", "        if True:", "test_precision.py",
     ),
     "gradients of a scaled loss that stay scaled": (
-        "training/update.py", "if scale != 1:", "if False:", "training/test_update.py",
+        "training/update.py", "if scale != 1 and gradients:", "if False:", "training/test_update.py",
     ),
     "pairs drawn from the room that a larger N will need": (
         "objectives/ict.py", "value=2.0)", "value=0.0)", "objectives/test_ict.py",
@@ -92,8 +92,7 @@ MISTAKES = {
         "        n = self.n = getattr(self, 'n', self.levels(step.done, step.total))", "objectives/test_ict.py",
     ),
     "noise that depends on the place in the piece, not in the batch": (
-        "objectives/base.py", "return rng.normal(self.samples, tuple(",
-        "return rng.normal(torch.arange(len(images)), tuple(",
+        "objectives/base.py", "z = rng.normal(self.samples, shape", "z = rng.normal(torch.arange(len(images)), shape",
         "objectives/test_ict.py",
     ),
     "sampler noise scaled by a list index": (

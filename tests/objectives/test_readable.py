@@ -16,8 +16,13 @@ from ict.training.log import TrainingFailed
 pytestmark = [pytest.mark.slow, pytest.mark.training]
 SAMPLES = 500
 CONTINUOUS = ["objective.kind=continuous", "objective.distance=squared_l2", "training.lr_warmup=0.1"]
+PARTS_OF_2023 = [
+    "objective.teacher=ema", "objective.index=uniform", "objective.weighting=uniform", "objective.curriculum=sqrt",
+    "objective.distance=squared_l2", "objective.s0=2",
+]  # fmt: skip
 METHODS = {
     "ict": ["training.steps=300"],
+    "ct of 2023": [*PARTS_OF_2023, "objective.s1=8", "training.steps=400"],  # a large N needs a long run
     "ect": ["objective.kind=ect", "objective.c=0.01", "objective.stages=4", "training.steps=400"],
     "edm": ["objective.kind=edm", "objective.p_mean=-1.2", "objective.p_std=1.2", "training.steps=400"],
     "continuous": [*CONTINUOUS, "training.steps=300"],
@@ -40,7 +45,17 @@ def judge():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_draws_digits_that_can_be_read(method, judge, tmp_path):
-    generator = trained_by(METHODS[method], tmp_path / "run")
+    check_readable(method, trained_by(METHODS[method], tmp_path / "run"), judge)
+
+
+def test_a_distilled_model_draws_digits_that_can_be_read(judge, tmp_path):
+    trained_by(METHODS["edm"], tmp_path / "teacher")
+    file = tmp_path / "teacher" / "model.safetensors"
+    distils = ["objective.kind=cd", f"objective.teacher_model={file}", f"training.start={file}", "objective.s1=20"]
+    check_readable("cd", trained_by([*distils, "training.steps=200"], tmp_path / "run"), judge)
+
+
+def check_readable(method: str, generator: Generator, judge) -> None:
     labels = [i % 10 for i in range(SAMPLES)]
     found = verdict(judge, generator.sample(SAMPLES, seed=2, label=labels))
     right = np.mean(found.argmax(axis=1) == labels)
