@@ -122,7 +122,7 @@ def time_parts(
     training, count = config.training, config.training.accumulate
     piece = torch.arange(training.batch // count, device=device)
     pixels, labels = images.pixels[: len(piece)].to(device), images.labels[: len(piece)].to(device)
-    passes = Passes(config, model, None, samples=piece, guard=Guard(config, ALONE, device), ranks=ALONE)
+    passes = Passes(config, model, None, samples=piece, guard=Guard(config, ALONE, device), ranks=ALONE, images=images)
     first = passes.step_of(seed=0, number=0, done=ENDLESS - 1, total=ENDLESS)
     step = passes.enter_phase(replace(first, samples=piece))
     x, y = load_batch(config, pixels, labels, piece, seed=0, step=0)

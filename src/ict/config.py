@@ -152,6 +152,7 @@ class ObjectiveConfig:
     c: float | None = None  # of pseudo_huber; left out: 0.00054 · √d
     lpips_net: str = "vgg16"  # of lpips: "vgg16" or "alexnet"
     lpips_weights: str = ""  # of lpips: their file, if not in the cache
+    score: str = "sample"  # of ict and ect: a sample's own noise (the paper), or "data": the mean over the training set
     coupling: str = "independent"  # of image and noise; "batch": among the noise of a batch, near to the image
     couple_above: float = 1.0  # of batch: only at noise levels above this; several steps add independent noise below
     teacher: str = "student"  # the lower side's weights: the "student"'s (iCT), or an average of them, "ema" (2023)
@@ -189,6 +190,13 @@ class ObjectiveConfig:
         require(
             self.coupling in ("independent", "batch"),
             f'objective.coupling = {self.coupling!r}: use "independent" (the paper) or "batch"',
+        )
+        require(
+            self.score in ("sample", "data"), f'objective.score = {self.score!r}: use "sample" (the paper) or "data"'
+        )
+        require(
+            self.score == "sample" or (self.kind in ("ict", "ect") and self.coupling == "independent"),
+            'objective.score = "data" is for objective.kind = ict and ect, with objective.coupling = "independent"',
         )
         require(self.couple_above >= 0, f"objective.couple_above = {self.couple_above}: use 0 (all levels) or more")
         require(0 <= self.denoise < 1, f"objective.denoise = {self.denoise}: a share of the run from 0 to below 1")

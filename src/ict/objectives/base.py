@@ -67,8 +67,9 @@ class Loss:
 
 
 class Objective(Protocol):
-    """A method may also have `phase(step) -> Phase`. It then promises that its call depends on progress by the tensors
-    of that alone, so that a step can be recorded once and played again (a CUDA graph) while N changes.
+    """A method may also have `see(pixels, labels, device)`, which is given the training set before the first step, and
+    `phase(step) -> Phase`. It then promises that its call depends on progress by the tensors of that alone, so that a
+    step can be recorded once and played again (a CUDA graph) while N changes.
     """
 
     def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss: ...

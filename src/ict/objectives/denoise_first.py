@@ -6,6 +6,7 @@ themselves, not from a teacher that must learn it at the same time, and its step
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ict.config import Config
@@ -26,6 +27,10 @@ class DenoiseFirst:
     def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss:
         method, step = self.find(step)
         return method(model, images, labels, step)
+
+    def see(self, pixels: Tensor, labels: Tensor, device: torch.device) -> None:
+        if hasattr(self.then, "see"):
+            self.then.see(pixels, labels, device)  # type: ignore
 
     def phase(self, step: Step) -> Phase | None:
         method, step = self.find(step)

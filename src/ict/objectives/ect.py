@@ -15,6 +15,7 @@ from ict.distance import DISTANCES
 from ict.model import ConsistencyModel
 from ict.objectives.base import Loss, Phase, Step
 from ict.objectives.ict import add_noise
+from ict.objectives.score import DataScore, build_score, step_down
 from ict.weighting import denoising_weight
 
 
@@ -22,7 +23,8 @@ class EasyConsistencyTuning:
     """E[w(t) d(f_θ(x + t z, t), f_θ⁻(x + r z, r))], ln t ~ N(p_mean, p_std²), w = (t² + σ_d²) / (t σ_d)²."""
 
     def __init__(self, config: Config):
-        self.section, self.noise = config.objective, config.noise
+        self.config, self.section, self.noise = config, config.objective, config.noise
+        self.score: DataScore | None = None  # what knows the whole set, where the recipe wants that
         self.distance = bind(choose("objective.distance", config.objective.distance, DISTANCES), config.objective)
         self.ratio = functools.lru_cache(maxsize=2)(
             lambda stage, device: torch.tensor(self.section.q ** -(stage + 1), dtype=torch.float64, device=device)
@@ -36,13 +38,21 @@ class EasyConsistencyTuning:
         r = lower_level(t, phase.tensors["ratio"], k=section.k, b=section.b).clamp_min(self.noise.sigma_min)
         z, key = step.noise(images, t), step.keys()
 
-        student = model(add_noise(images, t, z), t, labels, key)
+        noisy = add_noise(images, t, z)
+        student = model(noisy, t, labels, key)
         with torch.no_grad():
-            teacher = model(add_noise(images, r, z), r, labels, key)
+            lower = add_noise(images, r, z)
+            if self.score is not None:
+                lower = step_down(self.score, images, labels, noisy, r, t, z)
+            teacher = model(lower, r, labels, key)
         weight = denoising_weight(t, sigma_data=self.noise.sigma_data)
         return Loss(
             weight.to(student.dtype) * self.distance(student, teacher), dict(phase.figures), sigma=t, output=student
         )
+
+    def see(self, pixels: Tensor, labels: Tensor, device: torch.device) -> None:
+        """What the method wants to know of the training set."""
+        self.score = build_score(self.config, pixels, labels, device)
 
     def phase(self, step: Step) -> Phase:
         """How near the pairs are: 1 / q^(stage + 1)."""

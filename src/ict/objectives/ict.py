@@ -14,6 +14,7 @@ from ict.distance import DISTANCES
 from ict.model import ConsistencyModel, spread
 from ict.noise import INDEX_DISTRIBUTIONS, draw_pairs, karras_sigmas
 from ict.objectives.base import Loss, Phase, Step
+from ict.objectives.score import DataScore, build_score, step_down
 from ict.rng import Stream
 from ict.weighting import WEIGHTINGS
 
@@ -25,6 +26,8 @@ class ImprovedConsistencyTraining:
     """
 
     def __init__(self, config: Config):
+        self.config = config
+        self.score: DataScore | None = None  # what knows the whole set, where the recipe wants that
         section = config.objective
         self.levels = bind(choose("objective.curriculum", section.curriculum, CURRICULA), section)
         self.pmf = bind(choose("objective.index", section.index, INDEX_DISTRIBUTIONS), section)
@@ -49,8 +52,14 @@ class ImprovedConsistencyTraining:
     def lower_side(
         self, images: Tensor, labels: Tensor | None, noisy: Tensor, low: Tensor, high: Tensor, z: Tensor
     ) -> Tensor:
-        """x at the lower level: the same image with less of the same noise."""
-        return add_noise(images, low, z)
+        """x at the lower level: the same image with less of the same noise, or of the mean noise of such an image."""
+        if self.score is None:
+            return add_noise(images, low, z)
+        return step_down(self.score, images, labels, noisy, low, high, z)
+
+    def see(self, pixels: Tensor, labels: Tensor, device: torch.device) -> None:
+        """What the method wants to know of the training set."""
+        self.score = build_score(self.config, pixels, labels, device)
 
     def phase(self, step: Step) -> Phase:
         """The levels of N(k) and how often each pair is drawn."""

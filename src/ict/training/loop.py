@@ -91,7 +91,7 @@ def train(
     device = model.device
     guard = guard or Guard(config, ranks, device)
     mine = ranks.share(torch.arange(training.batch))
-    passes = Passes(config, model, state.target, samples=mine, guard=guard, ranks=ranks, warn=warn)
+    passes = Passes(config, model, state.target, samples=mine, guard=guard, ranks=ranks, images=images, warn=warn)
     update = Update(config, model, optimiser, state.averages, state.target, ranks=ranks)
 
     def feed_of(seed: int) -> Feed:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ict.config import Config
-from ict.data import flip_mask, to_float
+from ict.data import Images, flip_mask, to_float
 from ict.model import ConsistencyModel
 from ict.objectives import Phase, Step, build_objective
 from ict.precision import allow_tf32, pick_precision
@@ -37,6 +37,7 @@ class Passes:
         samples: Tensor,
         guard: Guard,
         ranks: Ranks,
+        images: Images,
         warn: Callable[[str], None] = lambda message: None,
     ):
         self.config, self.model, self.target, self.guard, self.ranks, self.warn = (
@@ -48,6 +49,8 @@ class Passes:
                     compile_net(each)
         self.objective, self.student = build_objective(config), ranks.spread(model)
         self.device, self.parameters = model.device, list(model.parameters())
+        if hasattr(self.objective, "see"):
+            self.objective.see(images.pixels, images.labels, self.device)  # type: ignore
         self.pieces = samples.to(self.device).chunk(config.training.accumulate)
         self.records = (
             config.speed.graphs and self.device.type == "cuda" and ranks.count == 1 and hasattr(self.objective, "phase")
