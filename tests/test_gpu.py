@@ -224,15 +224,22 @@ def test_nets_with_fused_layers_are_the_same_nets(recipe):
         assert (ours - theirs).norm() <= 1e-3 * theirs.norm() + 1e-6
 
 
-@pytest.mark.parametrize("precision", ["float32", "fp16"])
-@pytest.mark.parametrize("kind", ["unet", "ncsnpp", "adm"])
-def test_recorded_steps_are_the_same_to_the_bit(kind, precision, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "precision", "extra"),
+    [
+        *((kind, precision, {}) for kind in ("unet", "ncsnpp", "adm") for precision in ("float32", "fp16")),
+        ("unet", "fp16", {"score": "data"}),
+        ("unet", "fp16", {"coupling": "batch", "couple_above": 0.1}),
+    ],
+)
+def test_recorded_steps_are_the_same_to_the_bit(kind, precision, extra, tmp_path):
     """N rises on the way (3 to 8), and the last steps have another seed, as after a divergence."""
     weights = []
     for graphs in (True, False):
         config = tiny_config(
             net={"kind": kind, "channels": 64, "attention": [4], "head_channels": 64, "dropout": 0.2},
-            objective={"curriculum": "linear", "s0": 2, "s1": 8},
+            objective={"curriculum": "linear", "s0": 2, "s1": 8, **extra},
+            data={"classes": 0 if extra else 10},
             training={"batch": 64, "accumulate": 2, "steps": 24},
             speed={"graphs": graphs, "precision": precision},
         )

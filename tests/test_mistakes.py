@@ -87,6 +87,9 @@ MISTAKES = {
     "pairs drawn from the room that a larger N will need": (
         "objectives/ict.py", "value=2.0)", "value=0.0)", "objectives/test_ict.py",
     ),
+    "a step up along the mean noise": (
+        "objectives/score.py", "* (z - mean)", "* (mean - z)", "objectives/test_score.py",
+    ),
     "N that is not a function of the step": (
         "objectives/ict.py", "        n = self.levels(step.done, step.total)",
         "        n = self.n = getattr(self, 'n', self.levels(step.done, step.total))", "objectives/test_ict.py",

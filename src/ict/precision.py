@@ -38,6 +38,16 @@ def allow_tf32(precision: str) -> None:
 
 
 @contextlib.contextmanager
+def quick_products() -> Iterator[None]:
+    """Inside, products of float32 matrices on a GPU may round their factors to tf32."""
+    before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """Inside, no trunk computes in half precision, whatever its model says: for derivatives along a path."""
     global _full

@@ -12,7 +12,7 @@ from ict.config import ConfigError
 from ict.experiment import run
 from ict.model import ModelSpec, build_model
 from ict.objectives import OBJECTIVES, build_objective, score
-from ict.objectives.score import DataScore, step_down
+from ict.objectives.score import DataScore, build_score, step_down
 from ict.sampling import load
 
 CPU = torch.device("cpu")
@@ -65,6 +65,48 @@ def test_low_levels_are_as_before_to_the_bit():
     noisy = images + 0.1 * z
     lower = step_down(DataScore(pixels, None, CPU, flip=False), images, None, noisy, low, high, z)
     assert torch.equal(lower, images + 0.08 * z)
+
+
+@pytest.mark.parametrize(("flip", "classes"), [(False, 0), (True, 3)])
+def test_a_step_down_follows_the_mean_of_the_set_that_the_recipe_means(flip, classes):
+    config = tiny_config(objective={"score": "data"}, data={"flip": flip, "classes": classes})
+    pixels, labels, z = draws()
+    scores = build_score(config, pixels, labels, CPU)
+    assert scores.flip == flip and (scores.labels is None) == (classes == 0)
+    images, high, low = pixels[:6].float() / 127.5 - 1, torch.full((6,), 6.0), torch.full((6,), 5.0)
+    noisy = images + 6.0 * z
+    mean = scores.noise(noisy, high, z, labels[:6])
+    assert (mean - z).abs().max() > 0.1
+    lower = step_down(scores, images, labels[:6], noisy, low, high, z)
+    assert torch.allclose(lower, noisy - mean, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ict", "ect"])
+def test_the_lower_side_that_the_net_sees_is_one_step_along_it(kind):
+    config = tiny_config(
+        objective={"kind": kind, "score": "data", "s0": 8, "s1": 8, "p_mean": 2.0}, data={"classes": 0, "flip": False}
+    )
+    objective, (pixels, labels, _) = build_objective(config), draws(size=8)
+    objective.see(pixels, labels, CPU)
+    seen = []
+
+    class Spy:
+        kind = "consistency"
+
+        def __call__(self, x, sigma, label, key):
+            seen.append((x, sigma))
+            return x
+
+    objective(Spy(), pixels[:16].float() / 127.5 - 1, None, step_of(16))
+    (upper, high), (lower, low) = seen
+    known = pixels.double().flatten(1) / 127.5 - 1
+    for one in range(16):
+        x, s, r = upper[one].double().flatten(), high[one].double(), low[one].double()
+        weights = torch.softmax(-(x - known).square().sum(1) / (2 * s**2), dim=0)
+        if weights.max() < 0.99:
+            expected = x + (r - s) * (x - weights @ known) / s
+            assert torch.allclose(lower[one].double().flatten(), expected, atol=1e-4)
+    assert (high > 5).sum() > 4
 
 
 @pytest.mark.parametrize("kind", ["ict", "ect"])

@@ -103,6 +103,14 @@ def test_a_recording_of_denoising_is_not_played_for_what_follows(kind, monkeypat
     assert ours == exact and FakeGraph.made == 3  # denoising, then one for each seed
 
 
+@pytest.mark.parametrize("extra", [{"score": "data"}, {"coupling": "batch", "couple_above": 0.1}])
+def test_steps_that_look_at_the_whole_set_or_batch_can_be_recorded(extra, monkeypatch):
+    config = tiny_config(objective={"curriculum": "linear", "s0": 2, "s1": 8, **extra}, data={"classes": 0})
+    FakeGraph.made = 0
+    ours, exact = (losses(config, recorded=each, monkeypatch=monkeypatch) for each in (True, False))
+    assert ours == exact and FakeGraph.made == 2
+
+
 class Refilled(SimplifiedConsistencyTraining):
     """Keeps its phase in one tensor that it fills anew."""
 

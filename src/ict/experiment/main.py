@@ -273,7 +273,7 @@ def announce(this: Run, plan: Plan, found: Found | None) -> None:
     this.say(f"noise levels: {plan.describe()}")
     this.warn(plan.warning())
     objective, middle = config.objective, config.sampling.sigma_mid
-    if objective.coupling == "batch" and middle > objective.couple_above:
+    if objective.coupling == "batch" and middle > objective.couple_above and objective.learns != "diffusion":
         this.warn(
             f"sampling in several steps adds independent noise at σ = {middle:g}, but this model learns coupled noise "
             f"above {objective.couple_above:g}: use it in one step, or raise objective.couple_above"

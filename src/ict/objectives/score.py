@@ -11,10 +11,12 @@ from torch import Tensor
 
 from ict.config import Config, require
 from ict.model import spread
+from ict.precision import quick_products
 
-CERTAIN = 0.99  # from this weight of one image on, the own noise is the answer: so low levels lose nothing to rounding
+CERTAIN = 0.99  # from this weight of one image on, its own noise stands for the mean, to the last bit
+ROUNDED = 0.035  # times d^¼: the level below which tf32 cannot tell images apart to a tenth of a nat
 SHARE, HOST = 0.25, 2**33  # of a GPU's free memory that the set may take, and bytes of the host's
-PIECE = 10_000  # images that are made numbers at a time
+PIECE = 2**26  # numbers that are made at a time
 
 
 class DataScore:
@@ -24,39 +26,41 @@ class DataScore:
     """
 
     def __init__(self, pixels: Tensor, labels: Tensor | None, device: torch.device, *, flip: bool):
-        half = device.type == "cuda"
-        size = pixels.numel() * (2 if half else 4)
-        room = SHARE * torch.cuda.mem_get_info(device)[0] if half else HOST
+        size, room = 4 * pixels.numel(), HOST
+        if device.type == "cuda":
+            kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            room = SHARE * (torch.cuda.mem_get_info(device)[0] + kept)
         require(
             size <= room,
             f'objective.score = "data" needs the whole training set in memory, {size / 2**30:.1f} GiB, which is too '
             'much here: use objective.score = "sample"',
         )
+        numbers = pixels[0].numel()
         self.flip, self.labels = flip, None if labels is None else labels.to(device)
-        kind = torch.float16 if half else torch.float32
-        self.images = torch.empty(len(pixels), pixels[0].numel(), dtype=kind, device=device)
-        for part, raw in zip(self.images.split(PIECE), pixels.split(PIECE), strict=True):
-            part.copy_(raw.to(device).flatten(1).float() / 127.5 - 1)
-        self.halves = torch.cat([part.float().square().sum(1) / 2 for part in self.images.split(PIECE)])
+        self.lowest = ROUNDED * numbers**0.25 if device.type == "cuda" else 0.0
+        self.images = torch.empty(len(pixels), numbers, device=device)
+        several = max(1, PIECE // numbers)
+        for part, raw in zip(self.images.split(several), pixels.split(several), strict=True):
+            part.copy_(raw.to(device).flatten(1)).div_(127.5).sub_(1)
+        self.halves = torch.cat([part.square().sum(1) / 2 for part in self.images.split(several)])
 
     @torch.no_grad()
     def noise(self, noisy: Tensor, sigma: Tensor, z: Tensor, labels: Tensor | None) -> Tensor:
-        """The mean noise in `noisy` [B, C, H, W], or its own z where that is certain."""
-        views = torch.cat((noisy, noisy.flip(-1))) if self.flip else noisy
-        count = len(views) // len(noisy)
-        likely = (views.flatten(1).to(self.images.dtype) @ self.images.T).float() - self.halves
-        likely = likely / sigma.float().square().repeat(count)[:, None]
-        if self.labels is not None:
-            assert labels is not None
-            likely = likely.masked_fill(labels.repeat(count)[:, None] != self.labels, float("-inf"))
-        weights = torch.stack(likely.chunk(count)).transpose(0, 1)  # [B, views, images]
-        weights = weights.flatten(1).softmax(dim=1)
-        highest = weights.amax(dim=1)
-        parts = weights.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1).to(self.images.dtype) @ self.images
-        means = parts.to(noisy.dtype).reshape(count, *noisy.shape)
+        """The mean noise in `noisy` [B, C, H, W]; its own z, which is right on average, where that is (nearly) the same
+        or the level too low for the precision of the products.
+        """
+        views = [noisy, noisy.flip(-1)] if self.flip else [noisy]
+        with quick_products():
+            likely = torch.stack([view.flatten(1) @ self.images.T for view in views], dim=1)  # [B, views, images]
+            likely = likely.sub_(self.halves).div_(sigma.float().square()[:, None, None])
+            if self.labels is not None:
+                assert labels is not None
+                likely = likely.masked_fill_((labels[:, None] != self.labels)[:, None], float("-inf"))
+            weights = likely.flatten(1).softmax(dim=1)
+            means = [(part @ self.images).view_as(noisy) for part in weights.view_as(likely).unbind(1)]
         mean = means[0] + means[1].flip(-1) if self.flip else means[0]
-        found = (noisy - mean) / spread(sigma, noisy)
-        return torch.where(spread(highest, noisy) > CERTAIN, z, found)
+        own = (weights.amax(dim=1) > CERTAIN) | (sigma < self.lowest)
+        return torch.where(own[:, None, None, None], z, (noisy - mean) / spread(sigma, noisy))
 
 
 def build_score(config: Config, pixels: Tensor, labels: Tensor, device: torch.device) -> DataScore | None:

@@ -68,9 +68,10 @@ class Muon(torch.optim.RAdam):
                 found[place] = as_weight(step, updates[place])
         for place, (step, update) in enumerate(zip(found, updates, strict=True)):
             if step.stride() != update.stride() and not (step.is_contiguous() and update.is_contiguous()):
-                if place not in self.copies:
-                    self.copies[place] = torch.empty_like(update)
-                found[place] = self.copies[place].copy_(step)
+                copy = self.copies.get(place)
+                if copy is None or (copy.shape, copy.stride()) != (update.shape, update.stride()):
+                    copy = self.copies[place] = torch.empty_like(update)
+                found[place] = copy.copy_(step)
         return found
 
     def keep(self) -> None:

@@ -51,6 +51,7 @@ class Passes:
         self.device, self.parameters = model.device, list(model.parameters())
         if hasattr(self.objective, "see"):
             self.objective.see(images.pixels, images.labels, self.device)  # type: ignore
+            images.forget()
         self.pieces = samples.to(self.device).chunk(config.training.accumulate)
         self.records = (
             config.speed.graphs and self.device.type == "cuda" and ranks.count == 1 and hasattr(self.objective, "phase")
