@@ -2,10 +2,11 @@
 
     PYTHONPATH=src python benchmarks/two_points.py 11 41 161 1281
 
-With squared ℓ2 the best answer at a level is the mean of the answers at the level below. Followed exactly up the grid, it
-gives the deviation of one-step samples (1 would be right): with the sample's own noise, and with the score of the set.
+With squared ℓ2 the best answer at a level is the mean of the answers at the level below. Followed exactly up the grid,
+it gives the deviation of one-step samples (1 would be right): with a sample's own noise, and with the set's score.
 """
 
+import itertools
 import sys
 
 import torch
@@ -24,7 +25,7 @@ def main() -> None:
 def deviation(n: int, *, mean: bool) -> float:
     sigmas = karras_sigmas(n, sigma_min=0.002, sigma_max=80.0, rho=7.0)
     x = answers = torch.linspace(-1.1, 1.1, 3)  # at σ_min: the identity
-    for low, high in zip(sigmas[:-1], sigmas[1:], strict=True):
+    for low, high in itertools.pairwise(sigmas):
         points = (
             torch.cat((torch.linspace(-1, 1, 6001) * (1 + 8 * high), torch.linspace(-3, 3, 6001))).double().unique()
         )
