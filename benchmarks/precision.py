@@ -23,7 +23,7 @@ from ict.distance import huber_c, pseudo_huber
 from ict.model import ConsistencyModel, read_model
 from ict.noise import karras_sigmas
 from ict.objectives import Step
-from ict.objectives.ict import add_noise
+from ict.objectives.base import add_noise
 from ict.precision import allow_tf32
 
 BINS = 8

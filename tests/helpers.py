@@ -7,13 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 from ict.config import Config, NoiseConfig, from_dict
 from ict.data import load_images, to_uint8
+from ict.experiment import run
+from ict.files import step_name
 from ict.model import ConsistencyModel, scalings
 from ict.objectives import Step
 from ict.recipes import find_recipe, load_recipe
+from ict.sampling import load
 
 TINY = {
     "name": "tiny",
@@ -43,6 +47,26 @@ def write_tar(path: Path, files: list[tuple[str, bytes]], mode: str = "w") -> Pa
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
     return path
+
+
+def trained_weights(config: Config, folder: Path, **options) -> dict[str, Tensor]:
+    """The model that a silent run on the CPU ends with."""
+    run(config, folder, device="cpu", console=Console(file=io.StringIO()), **options)
+    return load(folder).model.state_dict()
+
+
+def check_resume(config: Config, folder: Path) -> dict[str, Tensor]:
+    """A run of twelve steps that lost its last two checkpoints ends as the whole one, to the bit -> its weights."""
+    whole = trained_weights(config, folder / "whole")
+    trained_weights(config, folder / "cut")
+    for step in (8, 12):
+        (folder / "cut" / "checkpoints" / step_name(step) / "checkpoint.json").write_text("lost")
+    assert same_weights(trained_weights(config, folder / "cut", resume=True), whole)
+    return whole
+
+
+def same_weights(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def step_of(batch: int, *, number: int = 0, done: int = 0, total: int = 100, seed: int = 0) -> Step:

@@ -69,8 +69,8 @@ MISTAKES = {
         "objectives/ict.py", "with torch.no_grad():", "with torch.enable_grad():", "objectives/test_ict.py",
     ),
     "fresh noise for the teacher": (
-        "objectives/ict.py", "return add_noise(images, low, z)",
-        "return add_noise(images, low, torch.randn_like(z))", "objectives/test_ict.py",
+        "objectives/ict.py", "return step_down(self.score, images, labels, noisy, low, high, z)",
+        "return step_down(self.score, images, labels, noisy, low, high, torch.randn_like(z))", "objectives/test_ict.py",
     ),
     "the weight of the other side: no 1/gap": (
         "weighting.py", "return 1 / (sigma_high - sigma_low)", "return 1 / sigma_low", "objectives/test_ict.py",
@@ -88,7 +88,7 @@ MISTAKES = {
         "objectives/ict.py", "value=2.0)", "value=0.0)", "objectives/test_ict.py",
     ),
     "a step up along the mean noise": (
-        "objectives/score.py", "* (z - mean)", "* (mean - z)", "objectives/test_score.py",
+        "objectives/score.py", "return lower + spread(", "return lower - spread(", "objectives/test_score.py",
     ),
     "N that is not a function of the step": (
         "objectives/ict.py", "        n = self.levels(step.done, step.total)",

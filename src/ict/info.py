@@ -29,10 +29,8 @@ def describe_recipe(config: Config, *, tflops: float) -> Table:
     rows = {"recipe": config.name, "about": config.about, **_net_rows(spec, cost)}
     rows["training"] = f"{cost.training / 1e9:,.2f} GFLOP an image: student forward and backward, teacher forward"
     averages = f"{len(training.ema)} average{'s'[: len(training.ema) > 1]}"
-    fixed, piece = (
-        cost.training_memory(len(training.ema), optimiser=training.optimiser),
-        training.batch // training.accumulate,
-    )
+    fixed = cost.training_memory(len(training.ema), optimiser=training.optimiser)
+    piece = training.batch // training.accumulate
     rows["memory"] = (
         f"{_bytes(fixed)} for weights, gradients, {OPTIMISERS[training.optimiser]} and {averages}; "
         f"{_bytes(cost.activations)} of activations an image (float32): about "

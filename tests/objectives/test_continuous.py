@@ -13,7 +13,7 @@ from ict.config import Config, ConfigError, NoiseConfig, from_dict
 from ict.model import ConsistencyModel, ModelSpec, build_model
 from ict.noise import LEVEL_QUANTILES, draw_pairs, karras_gap, karras_sigmas, lognormal_pmf
 from ict.objectives import build_objective
-from ict.objectives.ict import add_noise
+from ict.objectives.base import add_noise
 from ict.objectives.tangent import derivative, pull, shown_as
 
 NOISE = NoiseConfig()

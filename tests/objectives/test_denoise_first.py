@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import step_of, tiny_config
+from helpers import check_resume, step_of, tiny_config
 from rich.console import Console
 
 from ict.config import ConfigError
@@ -14,7 +14,6 @@ from ict.model import ModelSpec, build_model
 from ict.objectives import OBJECTIVES, build_objective
 from ict.objectives.edm import Diffusion
 from ict.ranks import ALONE
-from ict.sampling import load
 from ict.training.budget import Budget
 from ict.training.guard import FAR, PATIENCE, SETTLED, Guard
 from ict.training.plan import Plan
@@ -101,14 +100,7 @@ def test_the_plan_tells_of_it():
 
 
 def test_a_run_switches_and_resumes_to_the_bit(tmp_path):
-    config = config_of("ict", 0.5)  # 6 of 12 steps; checkpoints at 4, 8 and 12
-    run(config, tmp_path / "whole", device="cpu", console=Console(file=io.StringIO()))
-    run(replace(config), tmp_path / "cut", device="cpu", console=Console(file=io.StringIO()))
-    for step in (8, 12):
-        (tmp_path / "cut" / "checkpoints" / f"step-{step:08d}" / "checkpoint.json").write_text("lost")
-    run(config, tmp_path / "cut", device="cpu", resume=True, console=Console(file=io.StringIO()))
-    ours, whole = (load(tmp_path / name).model.state_dict() for name in ("cut", "whole"))
-    assert all(torch.equal(ours[name], whole[name]) for name in whole)
+    check_resume(config_of("ict", 0.5), tmp_path)  # 6 of 12 steps; checkpoints at 4, 8 and 12
 
 
 def test_it_denoises_only_levels_that_the_model_is_made_for():

@@ -1,19 +1,15 @@
 """The score of the whole training set: exact on small sets, the sample's own where that is certain, and no more."""
 
-import io
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import step_of, tiny_config
-from rich.console import Console
+from helpers import check_resume, same_weights, step_of, tiny_config, trained_weights
 
 from ict.config import ConfigError
-from ict.experiment import run
 from ict.model import ModelSpec, build_model
 from ict.objectives import OBJECTIVES, build_objective, score
 from ict.objectives.score import DataScore, build_score, step_down
-from ict.sampling import load
 
 CPU = torch.device("cpu")
 
@@ -142,16 +138,9 @@ def test_a_warm_up_hands_it_on():
 @pytest.mark.parametrize("classes", [0, 10])
 def test_a_run_with_it_resumes_to_the_bit(classes, tmp_path):
     config = tiny_config(objective={"score": "data"}, data={"classes": classes})
-    for name in ("whole", "cut"):
-        run(config, tmp_path / name, device="cpu", console=Console(file=io.StringIO()))
-    for step in (8, 12):
-        (tmp_path / "cut" / "checkpoints" / f"step-{step:08d}" / "checkpoint.json").write_text("lost")
-    run(config, tmp_path / "cut", device="cpu", resume=True, console=Console(file=io.StringIO()))
-    ours, whole = (load(tmp_path / name).model.state_dict() for name in ("cut", "whole"))
-    assert all(torch.equal(ours[name], whole[name]) for name in whole)
+    whole = check_resume(config, tmp_path)
     plain = replace(config, objective=replace(config.objective, score="sample"))
-    run(plain, tmp_path / "plain", device="cpu", console=Console(file=io.StringIO()))
-    assert not all(torch.equal(each, whole[name]) for name, each in load(tmp_path / "plain").model.state_dict().items())
+    assert not same_weights(trained_weights(plain, tmp_path / "plain"), whole)
 
 
 def test_where_it_cannot_be_it_is_refused(monkeypatch):

@@ -13,7 +13,7 @@ from ict.config import ConfigError, NoiseConfig
 from ict.experiment import run
 from ict.model import ConsistencyModel
 from ict.objectives import build_objective
-from ict.objectives.ict import add_noise
+from ict.objectives.base import add_noise
 from ict.objectives.sct import SimplifiedConsistencyTraining
 from ict.sampling import load
 

@@ -1,18 +1,13 @@
 """Muon: the direction that it takes, which weights take it, and that a run with it resumes to the bit."""
 
-import io
-
 import pytest
 import torch
-from helpers import tiny_config
-from rich.console import Console
+from helpers import check_resume, same_weights, tiny_config, trained_weights
 from torch import nn
 
 from ict.config import ConfigError
-from ict.experiment import run
 from ict.model import ModelSpec, build_model
 from ict.recipes import find_recipe, load_recipe
-from ict.sampling import load
 from ict.training.muon import SIZE, Muon, as_matrix, as_weight, orthogonal
 from ict.training.optimiser import build_optimiser
 
@@ -149,16 +144,8 @@ def test_what_meets_the_world_is_not_turned(recipe):
 
 
 def test_a_run_with_it_resumes_to_the_bit(tmp_path):
-    config = tiny_config(training={"optimiser": "muon"})
-    for name in ("whole", "cut"):
-        run(config, tmp_path / name, device="cpu", console=Console(file=io.StringIO()))
-    for step in (8, 12):
-        (tmp_path / "cut" / "checkpoints" / f"step-{step:08d}" / "checkpoint.json").write_text("lost")
-    run(config, tmp_path / "cut", device="cpu", resume=True, console=Console(file=io.StringIO()))
-    ours, whole = (load(tmp_path / name).model.state_dict() for name in ("cut", "whole"))
-    assert all(torch.equal(ours[name], whole[name]) for name in whole)
-    run(tiny_config(), tmp_path / "radam", device="cpu", console=Console(file=io.StringIO()))
-    assert not all(torch.equal(each, whole[name]) for name, each in load(tmp_path / "radam").model.state_dict().items())
+    whole = check_resume(tiny_config(training={"optimiser": "muon"}), tmp_path)
+    assert not same_weights(trained_weights(tiny_config(), tmp_path / "radam"), whole)
 
 
 def test_other_names_and_shards_are_refused():

@@ -240,14 +240,9 @@ def rehearse(config: Config, state: TrainState, images: Images, ranks: Ranks) ->
         learning_rate(config.training, 0.0)
         state.model.train()
         passes = Passes(
-            single,
-            state.model,
-            state.target,
-            samples=sample,
-            guard=Guard(config, ALONE, device),
-            ranks=ALONE,
+            single, state.model, state.target, samples=sample, guard=Guard(config, ALONE, device), ranks=ALONE,
             images=images,
-        )
+        )  # fmt: skip
         pixels, labels = one.pixels[sample], one.labels[sample]
         moments = [0, 999] if config.objective.denoise else [999]  # a warm-up, and what the run ends with
         for done in moments:

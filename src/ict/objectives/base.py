@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ict import rng
-from ict.model import ConsistencyModel
+from ict.config import NoiseConfig
+from ict.model import ConsistencyModel, spread
 from ict.objectives.coupling import couple
 from ict.rng import Stream
 
@@ -64,6 +65,16 @@ class Loss:
     stats: dict[str, float]
     sigma: Tensor | None = None
     output: Tensor | None = None
+
+
+def add_noise(images: Tensor, sigma: Tensor, z: Tensor) -> Tensor:
+    """x + σ z, in the images' own precision (float32)."""
+    return images + spread(sigma, images) * z
+
+
+def within(sigma: Tensor, noise: NoiseConfig) -> Tensor:
+    """Levels that a consistency model can learn from: up to σ_max, and above σ_min, where it is the identity."""
+    return sigma.clamp(1.001 * noise.sigma_min, noise.sigma_max)
 
 
 class Objective(Protocol):

@@ -23,8 +23,7 @@ from ict.config import Config, bind, choose, require
 from ict.distance import huber_c
 from ict.model import ConsistencyModel
 from ict.noise import LEVEL_QUANTILES, karras_gap
-from ict.objectives.base import Loss, Phase, Step
-from ict.objectives.ict import add_noise
+from ict.objectives.base import Loss, Phase, Step, add_noise
 from ict.objectives.tangent import derivative, pull, unwrapped
 from ict.rng import Stream
 from ict.weighting import WEIGHTINGS

@@ -13,8 +13,7 @@ from torch import Tensor
 from ict.config import Config, bind, choose
 from ict.distance import DISTANCES
 from ict.model import ConsistencyModel
-from ict.objectives.base import Loss, Phase, Step
-from ict.objectives.ict import add_noise
+from ict.objectives.base import Loss, Phase, Step, add_noise, within
 from ict.objectives.score import DataScore, build_score, step_down
 from ict.weighting import denoising_weight
 
@@ -33,8 +32,7 @@ class EasyConsistencyTuning:
 
     def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss:
         section = self.section
-        t = step.lognormal(section.p_mean, section.p_std)
-        t = t.clamp(1.001 * self.noise.sigma_min, self.noise.sigma_max)
+        t = within(step.lognormal(section.p_mean, section.p_std), self.noise)
         phase = step.phase or self.phase(step)
         r = lower_level(t, phase.tensors["ratio"], k=section.k, b=section.b).clamp_min(self.noise.sigma_min)
         z, key = step.noise(images, t), step.keys()
@@ -42,9 +40,7 @@ class EasyConsistencyTuning:
         noisy = add_noise(images, t, z)
         student = model(noisy, t, labels, key)
         with torch.no_grad():
-            lower = add_noise(images, r, z)
-            if self.score is not None:
-                lower = step_down(self.score, images, labels, noisy, r, t, z)
+            lower = step_down(self.score, images, labels, noisy, r, t, z)
             teacher = model(lower, r, labels, key)
         weight = denoising_weight(t, sigma_data=self.noise.sigma_data)
         return Loss(

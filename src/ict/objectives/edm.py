@@ -8,8 +8,7 @@ from torch import Tensor
 from ict.config import Config
 from ict.distance import squared_l2
 from ict.model import ConsistencyModel
-from ict.objectives.base import Loss, Phase, Step
-from ict.objectives.ict import add_noise
+from ict.objectives.base import Loss, Phase, Step, add_noise, within
 from ict.weighting import denoising_weight
 
 
@@ -25,7 +24,7 @@ class Diffusion:
     def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss:
         sigma = step.lognormal(self.section.p_mean, self.section.p_std)
         if model.kind != "diffusion":  # a consistency model is made for these levels alone
-            sigma = sigma.clamp(1.001 * self.noise.sigma_min, self.noise.sigma_max)
+            sigma = within(sigma, self.noise)
         denoised = model(add_noise(images, sigma, step.noise(images, sigma)), sigma, labels, step.keys())
         weight = denoising_weight(sigma, sigma_data=self.noise.sigma_data).float()
         return Loss(weight * squared_l2(denoised, images) / images[0].numel(), {}, sigma=sigma, output=denoised)

@@ -11,9 +11,9 @@ from ict import rng
 from ict.config import Config, NoiseConfig, bind, choose
 from ict.curriculum import CURRICULA
 from ict.distance import DISTANCES
-from ict.model import ConsistencyModel, spread
+from ict.model import ConsistencyModel
 from ict.noise import INDEX_DISTRIBUTIONS, draw_pairs, karras_sigmas
-from ict.objectives.base import Loss, Phase, Step
+from ict.objectives.base import Loss, Phase, Step, add_noise
 from ict.objectives.score import DataScore, build_score, step_down
 from ict.rng import Stream
 from ict.weighting import WEIGHTINGS
@@ -53,8 +53,6 @@ class ImprovedConsistencyTraining:
         self, images: Tensor, labels: Tensor | None, noisy: Tensor, low: Tensor, high: Tensor, z: Tensor
     ) -> Tensor:
         """x at the lower level: the same image with less of the same noise, or of the mean noise of such an image."""
-        if self.score is None:
-            return add_noise(images, low, z)
         return step_down(self.score, images, labels, noisy, low, high, z)
 
     def see(self, pixels: Tensor, labels: Tensor, device: torch.device) -> None:
@@ -72,11 +70,6 @@ class ImprovedConsistencyTraining:
         u = rng.uniform(step.samples, 1, seed=step.seed, step=step.number, stream=Stream.LEVEL)[:, 0]
         i = draw_pairs(cdf, u)
         return sigmas[i], sigmas[i + 1]
-
-
-def add_noise(images: Tensor, sigma: Tensor, z: Tensor) -> Tensor:
-    """x + σ z, in the images' own precision (float32)."""
-    return images + spread(sigma, images) * z
 
 
 def build_grid(

@@ -17,8 +17,7 @@ from ict import rng
 from ict.config import Config
 from ict.distance import squared_l2
 from ict.model import AverageVelocity, ConsistencyModel, flow_time, spread
-from ict.objectives.base import Loss, Phase, Step
-from ict.objectives.ict import add_noise
+from ict.objectives.base import Loss, Phase, Step, add_noise
 from ict.objectives.tangent import derivative, shown_as, unwrapped
 from ict.rng import Stream
 from ict.weighting import adaptive_weight

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ict.config import Config, require
 from ict.model import spread
+from ict.objectives.base import add_noise
 from ict.precision import quick_products
 
 CERTAIN = 0.99  # from this weight of one image on, its own noise stands for the mean, to the last bit
@@ -71,8 +72,10 @@ def build_score(config: Config, pixels: Tensor, labels: Tensor, device: torch.de
 
 
 def step_down(
-    score: DataScore, images: Tensor, labels: Tensor | None, noisy: Tensor, low: Tensor, high: Tensor, z: Tensor
+    score: DataScore | None, images: Tensor, labels: Tensor | None, noisy: Tensor, low: Tensor, high: Tensor, z: Tensor
 ) -> Tensor:
-    """x at the lower level along the mean noise: x + σ z where that is the image's own."""
-    mean = score.noise(noisy, high, z, labels)
-    return images + spread(low, images) * z + spread(high - low, images) * (z - mean)
+    """x at the lower level: along the mean noise, or without a score along the image's own, to x + σ z."""
+    lower = add_noise(images, low, z)
+    if score is None:
+        return lower
+    return lower + spread(high - low, images) * (z - score.noise(noisy, high, z, labels))

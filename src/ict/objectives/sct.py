@@ -28,8 +28,7 @@ from torch import Tensor
 
 from ict.config import Config
 from ict.model import ConsistencyModel, scalings, spread
-from ict.objectives.base import Loss, Phase, Step
-from ict.objectives.ict import add_noise
+from ict.objectives.base import Loss, Phase, Step, add_noise, within
 from ict.objectives.tangent import derivative, shown_as, unwrapped
 from ict.weighting import adaptive_weight
 
@@ -44,7 +43,7 @@ class SimplifiedConsistencyTraining:
     def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss:
         section, noise = self.section, self.noise
         phase = step.phase or self.phase(step)
-        sigma = step.lognormal(section.p_mean, section.p_std).clamp(1.001 * noise.sigma_min, noise.sigma_max)
+        sigma = within(step.lognormal(section.p_mean, section.p_std), noise)
         z, key = step.noise(images, sigma).to(images.dtype), step.keys()
 
         student = model(add_noise(images, sigma, z), sigma, labels, key)
