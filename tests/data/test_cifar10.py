@@ -105,6 +105,9 @@ def test_every_form_gives_the_same(split, tmp_path):
         assert images.labels.tolist() == expected[:, 0].tolist(), form
         assert torch.equal(images.pixels.flatten(1), torch.from_numpy(expected[:, 1:])), form
         assert images.class_names[6] == "frog"
+        named = cifar10("", source=str(form), split=split)  # the path alone says what it is
+        assert torch.equal(named.pixels, images.pixels)
+        assert torch.equal(named.labels, images.labels)
     assert images.pixels[0, 2, 31, 30] == expected[0, 1 + 2 * 1024 + 31 * 32 + 30]  # planes, then rows
 
 

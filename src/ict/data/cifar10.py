@@ -73,11 +73,30 @@ def read_batches(path: Path, names: tuple[str, ...]) -> Iterator[tuple[str, np.n
         yield from read_archive(path, names)
         return
     for name in names:
-        places = [path / f"{name}{ending}" for ending in FOLDERS.values()]
-        places += [path / folder / f"{name}{ending}" for folder, ending in FOLDERS.items()]
-        file = next((place for place in places if place.is_file()), None)
+        file = find_batch(path, name)
         if file is not None:
             yield name, parse(file, file.read_bytes() if file.stat().st_size <= MAX_BATCH else b"")
+
+
+def find_batch(folder: Path, name: str) -> Path | None:
+    """A batch in a folder, or in the official folder inside it."""
+    places = [folder / f"{name}{ending}" for ending in FOLDERS.values()]
+    places += [folder / inside / f"{name}{ending}" for inside, ending in FOLDERS.items()]
+    return next((place for place in places if place.is_file()), None)
+
+
+def is_cifar10(path: Path) -> bool:
+    """Whether a folder, or an archive by its first entry, is CIFAR-10 in an official form."""
+    if path.is_dir():
+        return any(find_batch(path, name) is not None for name in CHECKSUMS)
+    if not path.is_file():
+        return False
+    try:
+        with tarfile.open(path, "r|*") as archive:
+            first = archive.next()
+            return first is not None and Path(first.name).parts[:1] in [(folder,) for folder in FOLDERS]
+    except (tarfile.TarError, OSError, EOFError):
+        return False
 
 
 def read_archive(path: Path, names: tuple[str, ...]) -> Iterator[tuple[str, np.ndarray]]:

@@ -7,12 +7,13 @@ import glob
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ict.config import ConfigError, DataConfig, require, suggest
 from ict.data.archives import Tar, Zip
 from ict.data.arrays import Array
-from ict.data.cifar10 import load_cifar10
+from ict.data.cifar10 import is_cifar10, load_cifar10
 from ict.data.digits import load_digits
 from ict.data.huggingface import PREFIX, HubSet
 from ict.data.imagenet64 import open_imagenet64
@@ -54,6 +55,8 @@ def open_source(config: DataConfig) -> Images | Pile:
         rows = HubSet.open(source, config.split)
         return Pile(source=source, parts=[rows], classes=rows.classes)
     if is_path(source):
+        if is_cifar10(Path(source).expanduser()):
+            return load_cifar10(replace(config, path=source))
         require(config.split == "train", f"data.split = {config.split!r}: {source} is not divided; leave it out")
         return Pile(source=source, parts=[open_part(path) for path in expand(source)])
     require(
