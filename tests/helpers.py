@@ -18,6 +18,7 @@ from ict.model import ConsistencyModel, scalings
 from ict.objectives import Step
 from ict.recipes import find_recipe, load_recipe
 from ict.sampling import load
+from ict.training.guard import Guard
 
 TINY = {
     "name": "tiny",
@@ -67,6 +68,14 @@ def check_resume(config: Config, folder: Path) -> dict[str, Tensor]:
 
 def same_weights(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def check_step(guard: Guard, loss: float, gradient: float, **step) -> bool:
+    """Whether the guard lets a step pass; what it says at once, before the numbers are known, must be the same."""
+    good = guard.ask(torch.tensor(loss), torch.tensor(gradient))
+    taken = guard.check(**step)
+    assert taken == good.item()
+    return taken
 
 
 def step_of(batch: int, *, number: int = 0, done: int = 0, total: int = 100, seed: int = 0) -> Step:

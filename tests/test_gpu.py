@@ -255,6 +255,26 @@ def test_recorded_steps_are_the_same_to_the_bit(kind, precision, extra, tmp_path
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
+@pytest.mark.parametrize("optimiser", ["radam", "muon"])
+@pytest.mark.parametrize("objective", [{}, {"teacher": "ema"}, {"score": "data"}, {"coupling": "batch"}])
+def test_no_step_waits_for_the_gpu(objective, optimiser):
+    """Torch would tell: but for an event that the guard waits for, nothing asks for the end of what is under way."""
+    config = tiny_config(
+        data={"classes": 0}, objective=objective, training={"batch": 32, "optimiser": optimiser, "steps": 20}
+    )
+    model = build_model(ModelSpec.from_config(config, tuple("0123456789")))
+    set_up(config, model, torch.device("cuda"))
+    steps = train(config, new_state(config, model), load_images(config.data), Budget(steps=20))
+    for _ in range(6):  # kernels are compiled, the step is recorded
+        next(steps)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(6):
+            next(steps)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("channels_last", [True, False])
 @pytest.mark.parametrize("optimiser", ["radam", "muon"])
 @pytest.mark.parametrize("teacher", ["student", "ema"])
@@ -272,11 +292,15 @@ def test_the_fused_update_is_the_optimisers(teacher, optimiser, channels_last):
         update = Update(config, model, state.optimiser, state.averages, state.target, ranks=ALONE)
         generator = torch.Generator("cuda").manual_seed(0)
         for number in range(12):
-            for parameter in model.parameters():
-                noise = torch.randn(parameter.shape, device="cuda", generator=generator)
-                parameter.grad = torch.empty_like(parameter).copy_(64 * noise)
-            update.prepare(scale=64.0)
-            update.take(number=number, target_decay=0.9)
+            for good in (False, True):  # a step that is not taken leaves nothing behind
+                for parameter in model.parameters():
+                    noise = torch.randn(parameter.shape, device="cuda", generator=generator)
+                    parameter.grad = torch.empty_like(parameter).copy_(64 * noise if good else float("nan") * noise)
+                update.prepare(scale=64.0)
+                update.launch(
+                    torch.tensor(good, device="cuda"), number=number, target_decay=0.9 if state.target else None
+                )
+                update.settle(taken=good)
         assert update.fuses == fused
         target = [] if state.target is None else [*state.target.state_dict().values()]
         found.append([*model.state_dict().values(), *state.averages[0].weights.values(), *target])

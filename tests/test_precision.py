@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import tiny_config
+from helpers import check_step, tiny_config
 from torch import nn
 
 from ict.config import Config, ConfigError, from_dict
@@ -106,7 +106,7 @@ def test_unknown_precisions_are_refused():
 
 
 def overflow(guard: Guard, *, loss: float = 1.0, gradient: float = float("inf")) -> bool:
-    return guard.check(torch.tensor(loss), torch.tensor(gradient), step=0, levels=11, scaled=True)
+    return check_step(guard, loss, gradient, step=0, levels=11, scaled=True)
 
 
 def test_a_scale_that_is_too_high_is_halved_and_tried_again_later():

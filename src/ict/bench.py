@@ -161,11 +161,13 @@ def time_update(config: Config, model: ConsistencyModel, device: torch.device, *
     state = new_state(config, model)
     update = Update(config, model, state.optimiser, state.averages, state.target, ranks=ALONE)
     update.prepare(scale=1.0)
+    good = torch.ones((), dtype=torch.bool, device=device)
 
     def work() -> None:
         if not update.fuses or update.muon is not None:  # otherwise it asks nothing of the GPU
             update.prepare(scale=1.0)
-        update.take(number=0, target_decay=0.9)
+        update.launch(good, number=0, target_decay=None if state.target is None else 0.9)
+        update.settle(taken=True)
 
     seconds = timed(work, device, repeats=repeats)
     for parameter in model.parameters():

@@ -19,7 +19,7 @@ from ict.training import fused as update
 
 POINTERS = {
     "x": "half", "other": "half", "y": "half", "dy": "half", "extra": "half", "dx": "half", "g": "half",
-    "keys": "*i32", "table": "*i64", "likeness": "*fp32", "found": "*i64",
+    "keys": "*i32", "good": "*i32", "table": "*i64", "likeness": "*fp32", "found": "*i64",
 }
 count = 0
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import check_resume, step_of, tiny_config
+from helpers import check_resume, check_step, step_of, tiny_config
 from rich.console import Console
 
 from ict.config import ConfigError
@@ -72,7 +72,7 @@ def test_the_guard_knows_nothing_usual_after_the_switch():
         for kind, value in zip(kinds, (1.0, 100 * FAR), strict=True):
             for _ in range(2 * SETTLED + PATIENCE):
                 guard.begin()
-                guard.check(torch.tensor(value), torch.tensor(value), step=0, levels=0, kind=kind)
+                check_step(guard, value, value, step=0, levels=0, kind=kind)
         assert (guard.alarm is None) == (kinds[0] != kinds[1])
         if kinds[0]:
             assert guard.state.smooth == pytest.approx(100 * FAR)
@@ -84,8 +84,8 @@ def test_the_scale_of_fp16_is_sought_anew_after_the_switch():
     for kind in ("denoising", "denoising", "denoising", ""):
         guard.begin()
         finite = kind == ""
-        gradient = torch.tensor(1.0 if finite else float("inf"))
-        guard.check(torch.tensor(1.0), gradient, step=0, levels=0, scaled=True, kind=kind)
+        gradient = 1.0 if finite else float("inf")
+        check_step(guard, 1.0, gradient, step=0, levels=0, scaled=True, kind=kind)
         assert (guard.state.scale == first) == finite
 
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from helpers import tiny_config
+from helpers import check_step, tiny_config
 from rich.console import Console
 
 from ict.experiment import run
@@ -33,7 +33,7 @@ def guard_of() -> Guard:
 def feed(guard: Guard, value: float, *, steps: int = 1, levels: float = 11, gradient: float = 1.0) -> None:
     for _ in range(steps):
         guard.begin()
-        guard.check(torch.tensor(value), torch.tensor(gradient), step=0, levels=levels)
+        check_step(guard, value, gradient, step=0, levels=levels)
 
 
 def test_a_usual_run_does_not_alarm():
@@ -86,7 +86,7 @@ def test_what_is_logged_by_level_is_what_was_seen():
             guard.begin()
             sigma = torch.full((4,), 1.0, dtype=torch.float64)
             guard.watch(Loss(torch.full((4,), 2.0), {}, sigma=sigma), scale=1.0)
-            guard.check(torch.tensor(2.0), torch.tensor(1.0), step=0, levels=levels)
+            check_step(guard, 2.0, 1.0, step=0, levels=levels)
         assert [value for value in guard.figures()["loss_by_level"] if value is not None] == [2.0]
 
 
@@ -142,7 +142,7 @@ def test_levels_of_noise_are_told_apart():
     loss = Loss(torch.tensor([1.0, 3.0, math.nan, 5.0]) + output.sum((1, 2, 3)) * 2, {}, sigma=sigma, output=output)
     guard.watch(loss, scale=4.0)
     (loss.per_sample.sum() / 4).backward()
-    guard.check(torch.tensor(1.0), torch.tensor(1.0), step=0, levels=11)
+    check_step(guard, 1.0, 1.0, step=0, levels=11)
     seen = guard.history[-1]
     assert seen["loss_by_level"][0] == 2.0 and seen["loss_by_level"][-1] == 5.0
     assert [math.isnan(value) for value in seen["loss_by_level"] if value is not None] == [False, True, False]

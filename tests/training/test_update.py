@@ -27,7 +27,7 @@ first, second = copy.deepcopy(net), copy.deepcopy(net)
 optimiser = torch.optim.RAdam(theirs.parameters(), lr=0.01, betas=(0.9, 0.99), eps=1e-8)
 m, v = ([torch.zeros_like(p) for p in net.parameters()] for _ in range(2))
 expected = [[p.detach().double() for p in net.parameters()] for _ in range(2)]
-table = fused.Table()
+table, yes, no = fused.Table(), torch.ones((), dtype=torch.int32), torch.zeros((), dtype=torch.int32)
 for step in range(1, 9):  # the first five do not use v
     for ours, other in zip(net.parameters(), theirs.parameters()):
         other.grad = torch.randn_like(other)
@@ -36,7 +36,10 @@ for step in range(1, 9):  # the first five do not use v
     rows = [list(net.parameters()), [p.grad for p in net.parameters()], m, v]
     rows += [list(first.parameters()), list(second.parameters())]
     table.find(rows)
-    fused.update(table, step=step, lr=0.01, betas=(0.9, 0.99), eps=1e-8, scale=64.0, rates=[0.5, 0.125])
+    there = [[tensor.detach().clone() for tensor in row] for row in rows]
+    for good in (no, yes):
+        assert all(torch.equal(a, b) for old, row in zip(there, rows) for a, b in zip(old, row))
+        fused.update(table, good, step=step, lr=0.01, betas=(0.9, 0.99), eps=1e-8, scale=64.0, rates=[0.5, 0.125])
     for k, rate in enumerate((0.5, 0.125)):
         expected[k] = [a + rate * (p.detach().double() - a) for a, p in zip(expected[k], theirs.parameters())]
     for ours, other in zip(net.parameters(), theirs.parameters()):
@@ -49,7 +52,10 @@ before = [p.detach().clone() for p in net.parameters()]
 kept = [[p.detach().clone() for p in each.parameters()] for each in (first, second)]
 table = fused.Table()
 table.find([list(net.parameters()), steps, list(first.parameters()), list(second.parameters())])
-fused.move(table, lr=0.01, rates=[0.5, 0.125])
+fused.move(table, no, lr=0.01, rates=[0.5, 0.125])
+assert all(torch.equal(p, old) for p, old in zip(net.parameters(), before))
+assert all(torch.equal(p, old) for each, row in zip((first, second), kept) for p, old in zip(each.parameters(), row))
+fused.move(table, yes, lr=0.01, rates=[0.5, 0.125])
 for k, p in enumerate(net.parameters()):
     assert (p - (before[k] - 0.01 * steps[k])).abs().max() < 1e-6
     for average, old, rate in zip((first, second), kept, (0.5, 0.125)):
@@ -76,7 +82,8 @@ def test_gradients_that_are_scaled_give_the_same_update(optimiser):
             for parameter in model.parameters():
                 parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
             update.prepare(scale=scale)
-            update.take(number=number)
+            update.launch(torch.tensor(True), number=number)
+            update.settle(taken=True)
         found.append([*model.parameters(), *state.averages[0].weights.values()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -95,10 +102,13 @@ def test_a_step_that_is_prepared_and_not_taken_leaves_nothing_behind(optimiser):
                 for parameter in model.parameters():
                     parameter.grad = torch.full_like(parameter, float("inf"))
                 update.prepare(scale=64.0)
+                update.launch(torch.tensor(False), number=number)
+                update.settle(taken=False)
             for parameter in model.parameters():
                 parameter.grad = torch.randn(parameter.shape, generator=generator)
             update.prepare(scale=64.0)
-            update.take(number=number)
+            update.launch(torch.tensor(True), number=number)
+            update.settle(taken=True)
         kept = [tensor for values in state.optimiser.state.values() for tensor in values.values()]
         found.append([*model.parameters(), *state.averages[0].weights.values(), *kept])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -25,6 +25,13 @@ def _at(table, slot: tl.constexpr, columns: tl.constexpr, wide: tl.constexpr, al
 
 
 @triton.jit
+def _inside(table, good, columns: tl.constexpr, wide: tl.constexpr):
+    """Which numbers there are in this program's stretch; none if the step is not to be taken."""
+    length = tl.load(table + tl.program_id(0).to(tl.int64) * columns + columns - 1)
+    return tl.arange(0, wide) < tl.where(tl.load(good) != 0, length, 0)
+
+
+@triton.jit
 def _follow(
     table, w, mask, rate0, rate1, rate2, rate3,
     before: tl.constexpr, averages: tl.constexpr, aligned: tl.constexpr, wide: tl.constexpr,
@@ -40,12 +47,12 @@ def _follow(
 
 @triton.jit
 def _update_kernel(
-    table, inverse_scale, beta1, beta2, first, second, eps, rate0, rate1, rate2, rate3,
+    table, good, inverse_scale, beta1, beta2, first, second, eps, rate0, rate1, rate2, rate3,
     adapts: tl.constexpr, averages: tl.constexpr, aligned: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     """w ← w − first · m / (second · √v + eps), or w − first · m where v is not to be trusted yet; then the averages."""
     columns: tl.constexpr = 5 + averages
-    mask = tl.arange(0, wide) < tl.load(table + tl.program_id(0).to(tl.int64) * columns + 4 + averages)
+    mask = _inside(table, good, columns, wide)
     g = tl.load(_at(table, 1, columns, wide, aligned), mask, 0.0) * inverse_scale
     place = _at(table, 2, columns, wide, aligned)
     m = tl.load(place, mask, 0.0)
@@ -67,11 +74,12 @@ def _update_kernel(
 
 @triton.jit
 def _move_kernel(
-    table, lr, rate0, rate1, rate2, rate3, averages: tl.constexpr, aligned: tl.constexpr, wide: tl.constexpr
+    table, good, lr, rate0, rate1, rate2, rate3,
+    averages: tl.constexpr, aligned: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     """w ← w − lr · step; then the averages."""
     columns: tl.constexpr = 3 + averages
-    mask = tl.arange(0, wide) < tl.load(table + tl.program_id(0).to(tl.int64) * columns + 2 + averages)
+    mask = _inside(table, good, columns, wide)
     step = tl.load(_at(table, 1, columns, wide, aligned), mask, 0.0)
     place = _at(table, 0, columns, wide, aligned)
     w = tl.load(place, mask, 0.0) - lr * step
@@ -133,20 +141,21 @@ def dense(tensor: Tensor) -> bool:
 
 
 def update(
-    table: Table, *, step: int, lr: float, betas: tuple[float, float], eps: float, scale: float, rates: list[float]
+    table: Table, good: Tensor, *, step: int, lr: float, betas: tuple[float, float], eps: float, scale: float,
+    rates: list[float],
 ) -> None:  # fmt: skip
-    """One update by RAdam of all weights, and of each average towards them by its rate."""
+    """One update by RAdam of all weights, and of each average towards them by its rate; none if `good` (int32) is 0."""
     first, second, adapts = radam_factors(step, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps)
     _update_kernel[(len(table.places),)](
-        table.places, 1 / scale, betas[0], betas[1], first, second, eps, *slots(rates),
+        table.places, good, 1 / scale, betas[0], betas[1], first, second, eps, *slots(rates),
         adapts=adapts, averages=len(rates), aligned=table.aligned, wide=CHUNK, num_warps=8,
     )  # fmt: skip
 
 
-def move(table: Table, *, lr: float, rates: list[float]) -> None:
-    """All weights against their steps, and each average towards them by its rate."""
+def move(table: Table, good: Tensor, *, lr: float, rates: list[float]) -> None:
+    """All weights against their steps, and each average towards them by its rate; none if `good` (int32) is 0."""
     _move_kernel[(len(table.places),)](
-        table.places, lr, *slots(rates), averages=len(rates), aligned=table.aligned, wide=CHUNK, num_warps=8
+        table.places, good, lr, *slots(rates), averages=len(rates), aligned=table.aligned, wide=CHUNK, num_warps=8
     )
 
 

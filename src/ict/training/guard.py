@@ -90,7 +90,10 @@ class GuardState:
 
 
 class Guard:
-    """Taken along by the loop: `begin`, `watch` each piece, `check` before the optimiser's step."""
+    """Taken along by the loop: `begin`, `watch` each piece, `ask` for the numbers, `check` them.
+
+    Between `ask` and `check` a GPU can be given more work: `check` waits for the numbers, not for that.
+    """
 
     def __init__(self, config: Config, ranks: Ranks, device: torch.device):
         self.ranks, self.device = ranks, device
@@ -99,6 +102,8 @@ class Guard:
         self.alarm: str | None = None  # why the run has to go back
         self.history: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self.sums = torch.zeros(3, BINS, device=device)  # losses, gradients and samples of each bin
+        self.numbers = torch.empty(2 + 3 * BINS, pin_memory=device.type == "cuda")  # of a step, where the host reads
+        self.arrived = torch.cuda.Event() if device.type == "cuda" else None
 
     def begin(self) -> None:
         """A new step: nothing of it has been seen."""
@@ -119,18 +124,25 @@ class Guard:
         """The gradient with respect to the net's answer: what each noise level asks of the net."""
         self.sums[1] += spread(g.flatten(1).float().norm(dim=1) * scale, inside)
 
-    def check(
-        self, loss: Tensor, gradient: Tensor, *, step: int, levels: float, scaled: bool = False, kind: str = ""
-    ) -> bool:
-        """Whether the optimiser may take this step. The same answer on every rank; waits for the GPU.
+    def ask(self, loss: Tensor, gradient: Tensor) -> Tensor:
+        """Send for a step's numbers, over all ranks. Whether they are finite, as the GPU will know before the host."""
+        row = self.ranks.add(torch.cat((loss.detach().float().reshape(1), self.sums.flatten())))
+        loss.copy_(row[0])
+        row = torch.cat((row, gradient.detach().float().reshape(1)))
+        self.numbers.copy_(row, non_blocking=True)
+        if self.arrived is not None:
+            self.arrived.record()
+        return row[0].isfinite() & row[-1].isfinite()
+
+    def check(self, *, step: int, levels: float, scaled: bool = False, kind: str = "") -> bool:
+        """Whether this is a step to take: its numbers are finite. The same answer on every rank; after `ask`.
 
         `scaled`: the trunk is in fp16, and the gradient that of a scaled loss. `kind`: that of the method's phase.
         """
         self.meet(kind)
-        row = torch.cat((loss.detach().float().reshape(1), self.sums.flatten()))
-        row = self.ranks.add(row)
-        loss.copy_(row[0])
-        numbers = torch.cat((row, gradient.detach().float().reshape(1))).tolist()
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        numbers = self.numbers.tolist()
         total, norm, bins = numbers[0], numbers[-1], numbers[1:-1]
         good = math.isfinite(total) and math.isfinite(norm)
         losses, gradients, samples = bins[:BINS], bins[BINS : 2 * BINS], bins[2 * BINS :]

@@ -124,17 +124,15 @@ def train(
             state.loss, state.gradient, state.stats = passes.take(
                 pixels, labels, seed=seed, number=state.step, done=state.done, total=state.total
             )
+            good, levels = guard.ask(state.loss, state.gradient), float(state.stats.get("levels", 0))
+            decay = None
+            if state.target is not None:
+                decay = teacher_ema_2023(int(levels), s0=config.objective.s0, mu0=config.objective.mu0)
             update.prepare(scale=passes.scale)
-            levels = float(state.stats.get("levels", 0))
-            state.taken = guard.check(
-                state.loss, state.gradient, step=state.step, levels=levels, scaled=passes.scaled, kind=passes.kind
-            )
+            update.launch(good, number=state.step, target_decay=decay)
+            state.taken = guard.check(step=state.step, levels=levels, scaled=passes.scaled, kind=passes.kind)
+            update.settle(taken=state.taken)
             state.figures = guard.figures
-            if state.taken:
-                decay = None
-                if state.target is not None:
-                    decay = teacher_ema_2023(int(levels), s0=config.objective.s0, mu0=config.objective.mu0)
-                update.take(number=state.step, target_decay=decay)
 
             state.step += 1
             state.seconds, signal = ranks.highest([time.monotonic() - started, float(asked())])

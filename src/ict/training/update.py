@@ -15,7 +15,11 @@ from ict.training.muon import Muon
 
 
 class Update:
-    """Moves weights and averages; in one kernel for each way to move where it can, otherwise by torch's own."""
+    """Moves weights and averages; in one kernel for each way to move where it can, otherwise by torch's own.
+
+    `prepare`, `launch`, `settle`. The kernels find out for themselves whether a step is to be taken, so they are under
+    way before the host knows: the GPU need not wait for it.
+    """
 
     def __init__(
         self,
@@ -43,6 +47,8 @@ class Update:
         self.moves: Any = None  # … and of Muon's
         self.states: list[dict[str, Tensor]] = []
         self.scale = 1.0
+        self.number = 0
+        self.target_decay: float | None = None
 
     @torch.no_grad()
     def prepare(self, *, scale: float) -> None:
@@ -89,36 +95,40 @@ class Update:
         return [*rows, [self.there[name].detach() for name, _ in named]] if self.there else rows
 
     @torch.no_grad()
-    def take(self, *, number: int, target_decay: float | None = None) -> None:
-        """Update number `number` (from 0); after `prepare`."""
-        if self.fuses:
-            self.take_fused(number, target_decay)
+    def launch(self, good: Tensor, *, number: int, target_decay: float | None = None) -> None:
+        """Update number `number` (from 0), unless `good`, which the device may not know yet, turns out to be false."""
+        assert (target_decay is None) == (self.target is None)
+        self.number, self.target_decay = number, target_decay
+        if not self.fuses:
             return
-        self.optimiser.step()
-        for average in self.averages:
-            average.update(self.model, number)
-        if self.target is not None:
-            assert target_decay is not None
-            follow(self.target, self.model, decay=target_decay)
-
-    def take_fused(self, number: int, target_decay: float | None) -> None:
         from ict.training import fused
 
         group = self.optimiser.param_groups[0]
         rates = [1 - average.decay_at(number) for average in self.averages]
-        if self.target is not None:
-            assert target_decay is not None
-            rates.append(1 - target_decay)
-        assert self.table is not None
+        rates += [] if target_decay is None else [1 - target_decay]
+        flag = good.to(torch.int32)
         fused.update(
-            self.table, step=int(self.states[0]["step"].item()) + 1, lr=float(group["lr"]), betas=group["betas"],
-            eps=group["eps"], scale=self.scale, rates=rates,
+            self.table, flag, step=int(self.states[0]["step"].item()) + 1, lr=float(group["lr"]),
+            betas=group["betas"], eps=group["eps"], scale=self.scale, rates=rates,
         )  # fmt: skip
-        torch._foreach_add_([state["step"] for state in self.states], 1)
         if self.muon is not None:
-            assert self.moves is not None
-            fused.move(self.moves, lr=float(group["lr"]), rates=rates)
-            self.muon.keep()
+            fused.move(self.moves, flag, lr=float(group["lr"]), rates=rates)
+
+    @torch.no_grad()
+    def settle(self, *, taken: bool) -> None:
+        """What is left once the host knows, too: to keep count, or all that no kernel has done."""
+        if not taken:
+            return
+        if self.fuses:
+            torch._foreach_add_([state["step"] for state in self.states], 1)
+            if self.muon is not None:
+                self.muon.keep()
+            return
+        self.optimiser.step()
+        for average in self.averages:
+            average.update(self.model, self.number)
+        if self.target is not None and self.target_decay is not None:
+            follow(self.target, self.model, decay=self.target_decay)
 
 
 def begin(optimiser: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
