@@ -256,7 +256,9 @@ def test_recorded_steps_are_the_same_to_the_bit(kind, precision, extra, tmp_path
 
 
 @pytest.mark.parametrize("optimiser", ["radam", "muon"])
-@pytest.mark.parametrize("objective", [{}, {"teacher": "ema"}, {"score": "data"}, {"coupling": "batch"}])
+@pytest.mark.parametrize(
+    "objective", [{}, {"teacher": "ema"}, {"score": "data"}, {"coupling": "batch"}, {"kind": "ect"}]
+)
 def test_no_step_waits_for_the_gpu(objective, optimiser):
     """Torch would tell: but for an event that the guard waits for, nothing asks for the end of what is under way."""
     config = tiny_config(

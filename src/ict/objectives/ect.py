@@ -27,7 +27,7 @@ class EasyConsistencyTuning:
         self.distance = bind(choose("objective.distance", config.objective.distance, DISTANCES), config.objective)
         q = config.objective.q
         self.ratio = functools.lru_cache(maxsize=2)(
-            lambda stage, device: torch.tensor(q ** -(stage + 1), dtype=torch.float64, device=device)
+            lambda stage, device: torch.full((), q ** -(stage + 1), dtype=torch.float64, device=device)
         )
 
     def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss:

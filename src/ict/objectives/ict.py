@@ -80,4 +80,4 @@ def build_grid(
     cdf = pmf(sigmas).cumsum(0)
     room = max(0, size - n)
     padded = (F.pad(sigmas, (0, room), value=noise.sigma_max), F.pad(cdf / cdf[-1], (0, room), value=2.0))
-    return dict(zip(("sigmas", "cdf"), (each.to(device) for each in padded), strict=True))
+    return dict(zip(("sigmas", "cdf"), (each.to(device, non_blocking=True) for each in padded), strict=True))

@@ -86,4 +86,4 @@ class SimplifiedConsistencyTraining:
         """How much of the tangent's second part counts: r = min(1, progress / warmup)."""
         ready = step.done >= self.section.warmup * step.total
         share = 1.0 if ready else step.done / (self.section.warmup * step.total)
-        return Phase({"share": torch.tensor(share, device=step.samples.device)}, {"share": share})
+        return Phase({"share": torch.full((), share, device=step.samples.device)}, {"share": share})
