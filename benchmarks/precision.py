@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from ict.config import DataConfig
-from ict.data import load_images, to_float
+from ict.data import load_images
 from ict.device import make_deterministic, pick_device, place
 from ict.distance import huber_c, pseudo_huber
 from ict.model import ConsistencyModel, read_model
 from ict.noise import karras_sigmas
 from ict.objectives import Step
 from ict.objectives.base import add_noise
+from ict.pixels import to_float
 from ict.precision import allow_tf32
 
 BINS = 8

@@ -10,12 +10,14 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from ict.config import Config, NoiseConfig, from_dict
-from ict.data import load_images, to_uint8
+from ict.config import Config, NoiseConfig
+from ict.data import load_images
 from ict.experiment import run
 from ict.files import step_name
 from ict.model import ConsistencyModel, scalings
 from ict.objectives import Step
+from ict.pixels import to_uint8
+from ict.reading import from_dict
 from ict.recipes import find_recipe, load_recipe
 from ict.sampling import load
 from ict.training.guard import Guard

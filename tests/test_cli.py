@@ -16,9 +16,9 @@ from helpers import tiny_config
 from PIL import Image
 
 from ict.cli import app
-from ict.config import ConfigError
 from ict.frontpage import COMMANDS
 from ict.model import ModelSpec, build_model, pack_model
+from ict.reading import ConfigError
 from ict.recipes import to_toml
 
 ROOT = Path(__file__).parents[1]

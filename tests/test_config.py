@@ -6,7 +6,8 @@ from helpers import TINY, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ict.config import Config, ConfigError, bind, from_dict, parse_duration, to_dict
+from ict.config import Config
+from ict.reading import ConfigError, bind, from_dict, parse_duration, to_dict
 from ict.recipes import find_recipe, list_recipes, load_recipe, to_toml
 
 

@@ -8,9 +8,10 @@ import torch
 from helpers import fit_judge, verdict
 from rich.console import Console
 
-from ict.data import load_images, to_uint8
+from ict.data import load_images
 from ict.evaluation.report import nearest
 from ict.experiment import run
+from ict.pixels import to_uint8
 from ict.recipes import find_recipe, load_recipe
 from ict.sampling import Generator, load
 

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from ict.config import ConfigError
 from ict.download import Download, fetch
 from ict.files import sha256
+from ict.reading import ConfigError
 
 CONTENT = bytes(range(256)) * 20_000
 RIGHT = {"sha256": sha256(CONTENT), "size": len(CONTENT)}

@@ -16,9 +16,9 @@ from rich.console import Console
 
 import ict.experiment as experiment
 import ict.training.checkpoint as checkpoint
-from ict.config import ConfigError
 from ict.experiment import run
 from ict.files import DamagedFile, list_checkpoints, step_of, write_atomically
+from ict.reading import ConfigError
 from ict.runfolder import check_same
 from ict.sampling import load
 from ict.training.checkpoint import Found, check_checkpoint, find_checkpoint, seal

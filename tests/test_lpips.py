@@ -11,10 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 from ict.cli import app
-from ict.config import ConfigError
 from ict.distance import lpips
 from ict.download import checksum
 from ict.lpips import WEIGHTS, Lpips, load_lpips
+from ict.reading import ConfigError
 
 # By the package, images resized to 224 pixels first; weights by a formula, and the published ones.
 FORMULA = {

@@ -11,14 +11,16 @@ from typer.testing import CliRunner
 
 from ict import rng
 from ict.cli import app
-from ict.config import Config, ConfigError, DataConfig, NetConfig, NoiseConfig, from_dict
-from ict.data import load_images, to_float
+from ict.config import Config, DataConfig, NetConfig, NoiseConfig
+from ict.data import load_images
 from ict.evaluation.maps import follow, gaussian_noise, map_distance
 from ict.experiment import run
 from ict.mixture import MIXTURE, SHAPE, ExactDiffusion, Mixture
 from ict.model import ModelSpec, build_model
 from ict.nets.mlp import MLP
 from ict.objectives import build_objective
+from ict.pixels import to_float
+from ict.reading import ConfigError, from_dict
 from ict.recipes import find_recipe, load_recipe
 from ict.rng import Stream
 from ict.sampling import Generator, load, solve, trajectory

@@ -8,11 +8,12 @@ from helpers import SpyNet, gaussian_model, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ict.config import ConfigError, NoiseConfig
+from ict.config import NoiseConfig
 from ict.distance import squared_l2
 from ict.files import DamagedFile
 from ict.model import ConsistencyModel, ModelSpec, build_model, pack_model, read_model, scalings
 from ict.noise import karras_sigmas
+from ict.reading import ConfigError
 
 
 def tiny_model(**net) -> ConsistencyModel:

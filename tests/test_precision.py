@@ -5,7 +5,7 @@ import torch
 from helpers import check_step, tiny_config
 from torch import nn
 
-from ict.config import Config, ConfigError, from_dict
+from ict.config import Config
 from ict.data import load_images
 from ict.model import ModelSpec, build_model
 from ict.nets.layers import ResidualBlock
@@ -13,6 +13,7 @@ from ict.nets.unet import Embedding
 from ict.noise import karras_sigmas
 from ict.precision import SAFE, exact, full_precision, pick_precision
 from ict.ranks import ALONE
+from ict.reading import ConfigError, from_dict
 from ict.sampling import Generator
 from ict.training.budget import Budget
 from ict.training.guard import BEYOND, Guard, GuardState

@@ -10,8 +10,9 @@ import safetensors.torch
 import torch
 from helpers import TINY
 
-from ict.config import Config, ConfigError, from_dict
+from ict.config import Config
 from ict.ranks import Ranks, device_of_rank, rank_of_environment
+from ict.reading import ConfigError, from_dict
 from ict.recipes import to_toml
 
 

@@ -5,9 +5,10 @@ import torch
 from helpers import SpyNet, gaussian_model, tiny_config
 
 from ict import rng
-from ict.config import ConfigError, NoiseConfig
-from ict.data import to_uint8
+from ict.config import NoiseConfig
 from ict.model import ConsistencyModel, ModelSpec, build_model
+from ict.pixels import to_uint8
+from ict.reading import ConfigError
 from ict.rng import Stream
 from ict.sampling import Generator, class_number, level_ladder
 

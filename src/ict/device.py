@@ -1,11 +1,11 @@
-"""Which device work is done on, and whether it does the same every time."""
+"""Which device work is done on, what room it has, and whether it does the same every time."""
 
 import os
 
 import torch
 from torch import nn
 
-from ict.config import ConfigError
+from ict.reading import ConfigError
 
 
 def make_deterministic(on: bool) -> None:
@@ -33,3 +33,9 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(f"--device {name} cannot be used here ({str(error).splitlines()[0]}): try cpu") from error
     return device
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that a GPU has to give: what nobody holds, and what torch keeps unused."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ict.config import ConfigError
 from ict.files import sync_folder
+from ict.reading import ConfigError
 
 BLOCK = 1 << 20
 PATIENCE = 60  # seconds without a byte

@@ -6,10 +6,11 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from ict.config import OPTIMISERS, Config, ConfigError, to_dict
+from ict.config import OPTIMISERS, Config
 from ict.cost import Cost, measure
 from ict.data.inspect import Inspection
 from ict.model import ModelSpec, read_model
+from ict.reading import ConfigError, to_dict
 from ict.sampling import DIFFUSION_STEPS
 from ict.training.budget import Budget
 from ict.training.plan import Plan

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ict.config import ConfigError, require
 from ict.download import Download
 from ict.files import cache_home
+from ict.reading import ConfigError, require
 
 SIZE = 224
 Layer = tuple[int, int, bool]  # number in torchvision's net, channels, and whether its answer counts

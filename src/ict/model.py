@@ -10,10 +10,11 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from ict.config import Config, ConfigError, DataConfig, NetConfig, NoiseConfig, from_dict, require, to_dict
+from ict.config import Config, DataConfig, NetConfig, NoiseConfig
 from ict.files import DamagedFile
 from ict.nets import build_net
 from ict.precision import trunk
+from ict.reading import ConfigError, from_dict, require, to_dict
 
 
 class Scalings(NamedTuple):

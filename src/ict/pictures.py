@@ -8,8 +8,9 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from ict.config import POINTS, require
-from ict.data import to_float, to_uint8
+from ict.config import POINTS
+from ict.pixels import to_float, to_uint8
+from ict.reading import require
 
 GROUND = 24  # grey between the tiles
 PAPER, INK = (255, 255, 255), (40, 40, 40)

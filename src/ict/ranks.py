@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ict.config import require
+from ict.reading import require
 
 PATIENCE = timedelta(minutes=30)  # a rank may wait for another that prepares a set or scores a model
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ict.config import BOUNDS, Config, ConfigError, from_dict, require, suggest, to_dict
+from ict.config import BOUNDS, Config
+from ict.reading import ConfigError, from_dict, require, suggest, to_dict
 
 # Beside the code in a checkout, inside the package when installed.
 HOMES = (Path(__file__).parents[2] / "recipes", Path(__file__).parent / "recipes")

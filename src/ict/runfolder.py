@@ -4,8 +4,9 @@ import dataclasses
 import shutil
 from pathlib import Path
 
-from ict.config import BOUNDS, Config, ConfigError, EvaluationConfig, SpeedConfig, from_dict, require, to_dict
+from ict.config import BOUNDS, Config, EvaluationConfig, SpeedConfig
 from ict.files import holds_run, list_checkpoints, list_evidence, list_snapshots, remove, step_of, write_atomically
+from ict.reading import ConfigError, from_dict, require, to_dict
 from ict.recipes import to_toml
 from ict.training.budget import Budget
 from ict.training.checkpoint import Found, find_checkpoint

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ict import rng
-from ict.config import PRECISIONS, ConfigError, NoiseConfig, require, suggest
+from ict.config import PRECISIONS, NoiseConfig
 from ict.device import place
 from ict.files import list_checkpoints
 from ict.model import ConsistencyModel, ModelSpec, read_model
 from ict.noise import karras_sigmas
 from ict.precision import allow_tf32, pick_precision
+from ict.reading import ConfigError, require, suggest
 from ict.rng import Stream
 from ict.solvers import heun
 from ict.training.checkpoint import MANIFEST, average_name, check_checkpoint

@@ -14,11 +14,11 @@ from helpers import tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ict.config import ConfigError
 from ict.data import cifar10 as module
 from ict.data import load_images
 from ict.data.plainpickle import Call, Name, NotPlain, as_array, read_plain
 from ict.files import sha256
+from ict.reading import ConfigError
 
 NAMES = [*module.BATCHES["train"], *module.BATCHES["test"]]
 

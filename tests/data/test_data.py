@@ -4,8 +4,10 @@ from helpers import tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ict.config import ConfigError, DataConfig
-from ict.data import batch_indices, flip_mask, load_images, to_float, to_uint8
+from ict.config import DataConfig
+from ict.data import batch_indices, flip_mask, load_images
+from ict.pixels import to_float, to_uint8
+from ict.reading import ConfigError
 
 
 def test_digits_are_those_of_scikit_learn():

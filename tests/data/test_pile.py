@@ -19,7 +19,7 @@ from PIL import Image
 import ict.data.decode as decode_module
 import ict.data.pile as pile_module
 import ict.data.prepare as prepare_module
-from ict.config import ConfigError, DataConfig
+from ict.config import DataConfig
 from ict.data import Images, load_images
 from ict.data.decode import Refused, Target, decode
 from ict.data.decoding import decode_chunk
@@ -27,6 +27,7 @@ from ict.data.inspect import inspect
 from ict.data.pile import Pile
 from ict.data.prepare import is_prepared, open_prepared, read_manifest
 from ict.data.sources import open_source
+from ict.reading import ConfigError
 
 COLOUR = Target(size=8, channels=3, fit="crop", background=255)
 GREY = Target(size=8, channels=1, fit="crop", background=255)

@@ -11,12 +11,13 @@ import torch
 from helpers import tiny_config, write_tar
 from PIL import Image
 
-from ict.config import ConfigError, DataConfig
+from ict.config import DataConfig
 from ict.data import load_images
 from ict.data.inspect import inspect
 from ict.data.pile import Pile
 from ict.data.prepare import prepare, read_manifest
 from ict.data.sources import open_source
+from ict.reading import ConfigError
 
 SIZE, COUNT = 8, 10
 RNG = np.random.default_rng(0)

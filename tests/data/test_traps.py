@@ -15,7 +15,7 @@ from helpers import tiny_config, write_tar
 from PIL import Image
 
 import ict.data.workers as workers
-from ict.config import ConfigError, DataConfig
+from ict.config import DataConfig
 from ict.data import load_images
 from ict.data.decode import Target, decode
 from ict.data.inspect import inspect
@@ -23,6 +23,7 @@ from ict.data.pile import Pile
 from ict.data.plainpickle import Call, NotPlain, read_plain
 from ict.data.prepare import prepare, read_manifest, sort_labels
 from ict.data.sources import open_source
+from ict.reading import ConfigError
 
 
 def data(source, **changes) -> DataConfig:

@@ -10,12 +10,13 @@ import pytest
 import safetensors.torch
 import torch
 
-from ict.config import ConfigError, DataConfig
+from ict.config import DataConfig
 from ict.data import load_images
 from ict.evaluation.features import colours, open_features
 from ict.evaluation.inception import Inception, find_weights, load_inception, resize
 from ict.evaluation.judge import look
 from ict.evaluation.metrics import frechet_distance
+from ict.reading import ConfigError
 
 GOLDEN = Path(__file__).with_name("inception-golden.npz")  # made once with torch-fidelity 0.4.0
 CPU = torch.device("cpu")

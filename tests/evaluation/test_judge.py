@@ -16,14 +16,15 @@ from typer.testing import CliRunner
 
 import ict.evaluation.judge as judge_module
 from ict.cli import app
-from ict.config import ConfigError
-from ict.data import Images, load_images, to_uint8
+from ict.data import Images, load_images
 from ict.evaluation.features import open_features
 from ict.evaluation.judge import Judge, draw, look_at_real, summary
 from ict.evaluation.records import add_record, main_scores, published_rows, read_records, with_spread
 from ict.evaluation.tune import Ladder, Search, coarse, tune
 from ict.experiment import run
 from ict.model import ModelSpec, build_model
+from ict.pixels import to_uint8
+from ict.reading import ConfigError
 from ict.sampling import Generator, check_ladder, load
 
 CPU = torch.device("cpu")

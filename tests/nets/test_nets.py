@@ -5,12 +5,13 @@ import torch
 from torch import nn
 
 from ict import rng
-from ict.config import ConfigError, NetConfig
+from ict.config import NetConfig
 from ict.nets import NETS, build_net
 from ict.nets.dropout import Dropout, dropout_mask
 from ict.nets.embeddings import FourierEmbedding, PositionalEmbedding, sensitivity
 from ict.nets.layers import Attention, Fir, ResidualBlock, Style, group_norm
 from ict.noise import karras_sigmas
+from ict.reading import ConfigError
 
 IMAGE_NETS = sorted(NETS.keys() - {"mlp"})  # that one is for points: tests/test_mixture.py
 

@@ -9,12 +9,13 @@ import torch
 from helpers import gaussian_model, step_of, tiny_config
 from torch import Tensor, nn
 
-from ict.config import Config, ConfigError, NoiseConfig, from_dict
+from ict.config import Config, NoiseConfig
 from ict.model import ConsistencyModel, ModelSpec, build_model
 from ict.noise import LEVEL_QUANTILES, draw_pairs, karras_gap, karras_sigmas, lognormal_pmf
 from ict.objectives import build_objective
 from ict.objectives.base import add_noise
 from ict.objectives.tangent import derivative, pull, shown_as
+from ict.reading import ConfigError, from_dict
 
 NOISE = NoiseConfig()
 PAIRS = [500, 1000, 2000, 4000, 8000]

@@ -13,12 +13,12 @@ import torch
 from helpers import same_weights, step_of, tiny_config, trained_weights
 from rich.console import Console
 
-from ict.config import ConfigError
 from ict.experiment import run
 from ict.model import ModelSpec, build_model
 from ict.nets.kernels import have_triton
 from ict.objectives import base, build_objective
 from ict.objectives.coupling import couple, match, rounds
+from ict.reading import ConfigError
 
 
 def likeness(count: int, seed: int = 0) -> torch.Tensor:

@@ -8,12 +8,12 @@ import torch
 from helpers import check_resume, check_step, step_of, tiny_config
 from rich.console import Console
 
-from ict.config import ConfigError
 from ict.experiment import run
 from ict.model import ModelSpec, build_model
 from ict.objectives import OBJECTIVES, build_objective
 from ict.objectives.edm import Diffusion
 from ict.ranks import ALONE
+from ict.reading import ConfigError
 from ict.training.budget import Budget
 from ict.training.guard import FAR, PATIENCE, SETTLED, Guard
 from ict.training.plan import Plan

@@ -13,13 +13,14 @@ from typer.testing import CliRunner
 
 from ict import rng
 from ict.cli import app
-from ict.config import ConfigError, NoiseConfig
+from ict.config import NoiseConfig
 from ict.experiment import run
 from ict.model import ConsistencyModel, ModelSpec, build_model, pack_model
 from ict.noise import karras_sigmas
 from ict.objectives import Loss, build_objective
 from ict.objectives.distillation import ConsistencyDistillation
 from ict.objectives.ict import ImprovedConsistencyTraining
+from ict.reading import ConfigError
 from ict.rng import Stream
 from ict.sampling import Generator, load, solve, trajectory
 from ict.solvers import SOLVERS, euler, heun

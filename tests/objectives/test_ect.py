@@ -9,11 +9,12 @@ from helpers import gaussian_model, step_of, tiny_config
 from rich.console import Console
 
 from ict import rng
-from ict.config import ConfigError, NoiseConfig
+from ict.config import NoiseConfig
 from ict.distance import pseudo_huber
 from ict.experiment import run
 from ict.objectives import build_objective
 from ict.objectives.ect import lower_level
+from ict.reading import ConfigError
 from ict.rng import Stream
 from ict.sampling import load
 

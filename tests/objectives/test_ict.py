@@ -5,12 +5,13 @@ import torch
 from helpers import SpyNet, gaussian_model, step_of, tiny_config
 
 from ict import rng
-from ict.config import Config, ConfigError, NoiseConfig, from_dict
+from ict.config import Config, NoiseConfig
 from ict.model import ConsistencyModel, ModelSpec, build_model
 from ict.nets.dropout import Dropout
 from ict.noise import draw_pairs, karras_sigmas, lognormal_pmf
 from ict.objectives import build_objective
 from ict.objectives.ict import ImprovedConsistencyTraining
+from ict.reading import ConfigError, from_dict
 
 
 def spied(batch: int = 6, **objective):

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from ict.cli import app
-from ict.config import ConfigError, NoiseConfig
+from ict.config import NoiseConfig
 from ict.experiment import run
 from ict.model import AverageVelocity, ModelSpec, build_model, flow_time
 from ict.objectives import build_objective
 from ict.objectives.tangent import derivative
+from ict.reading import ConfigError
 from ict.sampling import load
 
 NOISE = NoiseConfig()

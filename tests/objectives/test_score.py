@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers import check_resume, same_weights, step_of, tiny_config, trained_weights
 
-from ict.config import ConfigError
 from ict.model import ModelSpec, build_model
 from ict.objectives import OBJECTIVES, build_objective, score
 from ict.objectives.score import DataScore, build_score, step_down
+from ict.reading import ConfigError
 
 CPU = torch.device("cpu")
 

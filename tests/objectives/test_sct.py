@@ -9,12 +9,13 @@ from helpers import DeltaNet, gaussian_model, step_of, tiny_config
 from rich.console import Console
 from torch import Tensor
 
-from ict.config import ConfigError, NoiseConfig
+from ict.config import NoiseConfig
 from ict.experiment import run
 from ict.model import ConsistencyModel
 from ict.objectives import build_objective
 from ict.objectives.base import add_noise
 from ict.objectives.sct import SimplifiedConsistencyTraining
+from ict.reading import ConfigError
 from ict.sampling import load
 
 NOISE = NoiseConfig()

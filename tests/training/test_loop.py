@@ -6,10 +6,11 @@ from helpers import step_of, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ict.config import Config, ConfigError
+from ict.config import Config
 from ict.data import load_images
 from ict.model import ModelSpec, build_model
 from ict.objectives import build_objective
+from ict.reading import ConfigError
 from ict.training.budget import Budget
 from ict.training.ema import WeightAverage, ramped_decay
 from ict.training.loop import TrainState, new_state, train

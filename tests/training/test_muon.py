@@ -5,8 +5,8 @@ import torch
 from helpers import check_resume, same_weights, tiny_config, trained_weights
 from torch import nn
 
-from ict.config import ConfigError
 from ict.model import ModelSpec, build_model
+from ict.reading import ConfigError
 from ict.recipes import find_recipe, load_recipe
 from ict.training.muon import SIZE, Muon, as_matrix, as_weight, orthogonal
 from ict.training.optimiser import build_optimiser

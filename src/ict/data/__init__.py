@@ -4,11 +4,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ict.data.images import Images, to_float, to_uint8
+    from ict.data.images import Images
     from ict.data.sampler import batch_indices, flip_mask
     from ict.data.sources import SOURCES, load_images
 
-__all__ = ["SOURCES", "Images", "batch_indices", "flip_mask", "load_images", "to_float", "to_uint8"]
+__all__ = ["SOURCES", "Images", "batch_indices", "flip_mask", "load_images"]
 
 _HOMES = {
     "SOURCES": "sources",
@@ -16,8 +16,6 @@ _HOMES = {
     "batch_indices": "sampler",
     "flip_mask": "sampler",
     "load_images": "sources",
-    "to_float": "images",
-    "to_uint8": "images",
 }
 
 

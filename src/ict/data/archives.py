@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from ict.config import ConfigError
 from ict.data.pile import Entry, Listing, check_entry, is_image, label_of, stamp_of
+from ict.reading import ConfigError
 
 MAX_RATIO = 200  # of unpacked to packed size
 MAX_LABEL = 1 << 20  # bytes of a .cls, a .json or a header

@@ -10,9 +10,9 @@ from typing import IO
 
 import numpy as np
 
-from ict.config import ConfigError, require
 from ict.data.archives import MAX_RATIO
 from ict.data.pile import Entry, Listing, stamp_of
+from ict.reading import ConfigError, require
 
 BLOCK = 16 << 20  # bytes read at a time
 MAX_LABELS = 256 << 20  # bytes

@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ict.config import ConfigError, DataConfig, require
+from ict.config import DataConfig
 from ict.data.archives import compression, read_member
 from ict.data.images import Images
 from ict.data.plainpickle import NotPlain, as_array, read_plain
 from ict.download import Download, checksum
 from ict.files import cache_home, sha256, write_atomically
+from ict.reading import ConfigError, require
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PIXELS = 3 * 32 * 32

@@ -9,8 +9,9 @@ from importlib import resources
 import numpy as np
 import torch
 
-from ict.config import DataConfig, require
+from ict.config import DataConfig
 from ict.data.images import Images
+from ict.reading import require
 
 
 def load_digits(config: DataConfig) -> Images:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ict.data.images import Images
+from ict.device import free_memory
 
 Order = Callable[[int], Tensor]  # step -> indices of its images
 AHEAD = 2  # batches gathered before they are wanted
@@ -40,8 +41,7 @@ def fits(images: Images, device: torch.device) -> bool:
     """Whether a set should lie on the device whole: on a CPU if it is in memory anyhow."""
     if device.type != "cuda":
         return images.file is None
-    free, _ = torch.cuda.mem_get_info(device)
-    return images.pixels.nbytes <= SHARE * free
+    return images.pixels.nbytes <= SHARE * free_memory(device)
 
 
 class Resident:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ict.config import ConfigError, require
 from ict.data.pile import Entry, Listing
+from ict.reading import ConfigError, require
 
 PREFIX = "hf:"
 

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ict.config import DataConfig, require
+from ict.config import DataConfig
 from ict.data.arrays import Array
 from ict.data.pile import Pile
+from ict.reading import require
 
 FILES = {"train": "train_data_batch_*.npz", "val": "val_data.npz"}
 # Names that cannot be taken for class numbers, which count from 0.

@@ -90,13 +90,3 @@ class Images:
 
     def to(self, device: torch.device) -> "Images":
         return Images(pixels=self.pixels.to(device), labels=self.labels.to(device), class_names=self.class_names)
-
-
-def to_float(pixels: Tensor) -> Tensor:
-    """uint8 [0, 255] -> float32 [-1, 1]."""
-    return pixels.to(torch.float32) / 127.5 - 1
-
-
-def to_uint8(images: Tensor) -> Tensor:
-    """float [-1, 1] -> uint8 [0, 255], rounded; what lies outside is clipped."""
-    return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)

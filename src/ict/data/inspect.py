@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ict.config import DataConfig
-from ict.data.images import Images, to_float
+from ict.data.images import Images
 from ict.data.prepare import Progress, open_prepared, prepare, read_manifest
 from ict.data.sources import open_source
+from ict.pixels import to_float
 
 BLOCK = 4 << 20  # bytes looked at at a time
 

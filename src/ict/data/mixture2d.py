@@ -3,9 +3,11 @@
 Like all images they are kept as bytes: each coordinate is rounded to a multiple of 2/255, which moves a point by 0.003.
 """
 
-from ict.config import DataConfig, require
-from ict.data.images import Images, to_uint8
+from ict.config import DataConfig
+from ict.data.images import Images
 from ict.mixture import MIXTURE
+from ict.pixels import to_uint8
+from ict.reading import require
 
 COUNT, SEED = 65_536, 2023
 

@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ict.config import DataConfig, require
+from ict.config import DataConfig
 from ict.data.decode import Target
 from ict.data.pile import Entry, Pile
 from ict.data.workers import decode_all
 from ict.files import cache_home, locked, sync_folder, write_synced
+from ict.reading import require
 
 if TYPE_CHECKING:
     from ict.data.images import Images

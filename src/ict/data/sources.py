@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ict.config import ConfigError, DataConfig, require, suggest
+from ict.config import DataConfig
 from ict.data.archives import Tar, Zip
 from ict.data.arrays import Array
 from ict.data.cifar10 import is_cifar10, load_cifar10
@@ -21,6 +21,7 @@ from ict.data.images import Images
 from ict.data.mixture2d import load_mixture2d
 from ict.data.pile import Folder, Part, Pile, is_zip
 from ict.data.prepare import Progress, open_prepared, prepare
+from ict.reading import ConfigError, require, suggest
 
 SOURCES: dict[str, Callable[[DataConfig], Images | Pile]] = {
     "digits": load_digits,

@@ -12,7 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from ict.config import NATURAL, ConfigError, DataConfig, require
+from ict.config import NATURAL, DataConfig
 from ict.data import Images, load_images
 from ict.data.prepare import read_manifest
 from ict.device import pick_device
@@ -25,6 +25,7 @@ from ict.evaluation.tune import tune
 from ict.files import write_atomically
 from ict.model import pack_model
 from ict.ranks import Ranks, device_of_rank, join_ranks, rank_of_environment
+from ict.reading import ConfigError, require
 from ict.recipes import load_recipe
 from ict.sampling import Generator
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ict.config import DataConfig, require
+from ict.config import DataConfig
 from ict.data import Images, load_images
 from ict.display import DataProgress
 from ict.evaluation.features import open_features, usual_features
@@ -18,6 +18,7 @@ from ict.evaluation.judge import Judge, summary
 from ict.evaluation.records import Record
 from ict.files import list_checkpoints
 from ict.ranks import ALONE, Ranks
+from ict.reading import require
 from ict.recipes import load_recipe
 from ict.sampling import Generator, check_count, load
 from ict.training.checkpoint import MANIFEST, check_checkpoint

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ict.config import ConfigError, choose, require
 from ict.evaluation.inception import DIMENSION, find_weights, load_inception
 from ict.files import sha256
+from ict.reading import ConfigError, choose, require
 
 
 @dataclass(frozen=True, kw_only=True)

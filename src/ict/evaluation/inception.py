@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ict.config import ConfigError, require
 from ict.download import Download, checksum
 from ict.files import cache_home
+from ict.reading import ConfigError, require
 
 SIZE, DIMENSION = 299, 2048
 WEIGHTS = Download(

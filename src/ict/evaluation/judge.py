@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ict import rng
-from ict.config import require
-from ict.data import Images, to_uint8
+from ict.data import Images
 from ict.evaluation.features import FeatureNet
 from ict.evaluation.metrics import (
     Moments,
@@ -27,7 +26,9 @@ from ict.evaluation.metrics import (
     kernel_distance,
 )
 from ict.files import cache_home, write_atomically
+from ict.pixels import to_uint8
 from ict.ranks import ALONE, Ranks
+from ict.reading import require
 from ict.sampling import Generator, check_ladder, sample_numbers
 
 KEPT = 50_000  # features that are kept of a set, for precision, recall and KID

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ict.config import ConfigError, require
 from ict.files import locked, write_atomically
+from ict.reading import ConfigError, require
 
 FORMAT = "ict-eval-1"
 Record = dict[str, Any]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ict.config import OPTIMISERS, Config
-from ict.data import Images, to_uint8
+from ict.data import Images
 from ict.display import format_time
 from ict.evaluation.chart import Chart
 from ict.evaluation.maps import draw_maps
@@ -20,6 +20,7 @@ from ict.evaluation.records import read_records
 from ict.evaluation.scoreboard import score_section
 from ict.files import list_snapshots, step_of, write_atomically
 from ict.pictures import comfortable_scale, enough, grid, is_points, png
+from ict.pixels import to_uint8
 from ict.recipes import load_recipe
 from ict.sampling import DIFFUSION_STEPS, Generator, load
 from ict.training.log import read_log

@@ -12,11 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ict.config import require
-from ict.data import to_uint8
 from ict.evaluation.judge import Judge, finite, look
 from ict.evaluation.metrics import frechet_distance
 from ict.noise import karras_sigmas
+from ict.pixels import to_uint8
+from ict.reading import require
 from ict.sampling import Generator, sample_call
 
 LEVELS = 1281

@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ict.config import ConfigError
 from ict.data import batch_indices
 from ict.experiment.parts import Run, fresh_model
 from ict.files import step_name, write_atomically
+from ict.reading import ConfigError
 from ict.runfolder import step_back
 from ict.training.checkpoint import Found, find_checkpoint, restore
 from ict.training.guard import BINS, GuardState

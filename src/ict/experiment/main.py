@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from ict.config import Config, ConfigError, require
+from ict.config import Config
 from ict.data import Images, load_images
 from ict.device import pick_device
 from ict.display import DataProgress, LastingConsole, TrainingDisplay, format_time
@@ -22,6 +22,7 @@ from ict.experiment.parts import Run, fresh_model, warn_on
 from ict.files import check_folder, explain, holds_run, list_checkpoints, write_atomically
 from ict.model import ModelSpec, pack_model
 from ict.ranks import ALONE, Ranks, device_of_rank, join_ranks
+from ict.reading import ConfigError, require
 from ict.runfolder import leftovers, open_folder
 from ict.training.budget import Budget
 from ict.training.checkpoint import Found, restore, surroundings

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from ict.config import Config, ConfigError
+from ict.config import Config
 from ict.data import Images
 from ict.evaluation.evaluate import Plan as ScorePlan
 from ict.evaluation.evaluate import evaluate
@@ -20,6 +20,7 @@ from ict.files import check_folder, explain, step_name, write_atomically
 from ict.model import ConsistencyModel, ModelSpec, build_model, pack_model, read_model
 from ict.pictures import comfortable_scale, enough, grid, png
 from ict.ranks import ALONE, Ranks
+from ict.reading import ConfigError
 from ict.sampling import Generator, load
 from ict.training.budget import Budget
 from ict.training.guard import Guard

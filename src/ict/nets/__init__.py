@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 from torch import nn
 
-from ict.config import NetConfig, choose
+from ict.config import NetConfig
 from ict.nets.adm import ADM
 from ict.nets.mlp import MLP
 from ict.nets.ncsnpp import NCSNpp
 from ict.nets.unet import UNet
+from ict.reading import choose
 
 # (config, *, image_size, channels, classes) -> module; classes = 0 means no labels
 NETS: dict[str, Callable[..., nn.Module]] = {"unet": UNet, "ncsnpp": NCSNpp, "adm": ADM, "mlp": MLP}

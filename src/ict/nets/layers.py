@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ict.config import require
 from ict.nets.dropout import Dropout
 from ict.nets.kernels import kernels_for
 from ict.nets.norm import Norm
 from ict.precision import exact
+from ict.reading import require
 
 HALVES = (torch.float16, torch.bfloat16)
 

@@ -7,10 +7,11 @@ c_noise [B] ─► embedding, as of the U-Net ─► added inside every block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ict.config import NetConfig, require
+from ict.config import NetConfig
 from ict.nets.dropout import Dropout, number_dropouts
 from ict.nets.unet import Embedding
 from ict.precision import exact
+from ict.reading import require
 
 
 class Block(nn.Module):

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ict.config import NetConfig, choose, require
+from ict.config import NetConfig
 from ict.nets.dropout import number_dropouts
 from ict.nets.embeddings import EMBEDDINGS
 from ict.nets.layers import Attention, ResidualBlock, Stage, Style, double, group_norm
 from ict.precision import exact
+from ict.reading import choose, require
 
 
 class Downsample(nn.Module):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ict.config import Config, choose
+from ict.config import Config
 from ict.objectives.base import Loss, Objective, Phase, Step
 from ict.objectives.continuous import ContinuousConsistencyTraining
 from ict.objectives.denoise_first import DenoiseFirst
@@ -12,6 +12,7 @@ from ict.objectives.edm import Diffusion
 from ict.objectives.ict import ImprovedConsistencyTraining
 from ict.objectives.meanflow import MeanFlow
 from ict.objectives.sct import SimplifiedConsistencyTraining
+from ict.reading import choose
 
 OBJECTIVES: dict[str, Callable[[Config], Objective]] = {
     "ict": ImprovedConsistencyTraining,

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from ict import rng
-from ict.config import Config, bind, choose, require
+from ict.config import Config
 from ict.distance import huber_c
 from ict.model import ConsistencyModel
 from ict.noise import LEVEL_QUANTILES, karras_gap
 from ict.objectives.base import Loss, Phase, Step, add_noise
 from ict.objectives.tangent import derivative, pull, unwrapped
+from ict.reading import bind, choose, require
 from ict.rng import Stream
 from ict.weighting import WEIGHTINGS
 

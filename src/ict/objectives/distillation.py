@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ict.config import Config, ConfigError, choose, require
+from ict.config import Config
 from ict.mixture import ExactDiffusion
 from ict.model import ConsistencyModel, read_model
 from ict.objectives.ict import ImprovedConsistencyTraining
+from ict.reading import ConfigError, choose, require
 from ict.solvers import SOLVERS
 
 

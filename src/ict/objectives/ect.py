@@ -10,11 +10,12 @@ import functools
 import torch
 from torch import Tensor
 
-from ict.config import Config, bind, choose
+from ict.config import Config
 from ict.distance import DISTANCES
 from ict.model import ConsistencyModel
 from ict.objectives.base import Loss, Phase, Step, add_noise, within
 from ict.objectives.score import DataScore, build_score, step_down
+from ict.reading import bind, choose
 from ict.weighting import denoising_weight
 
 

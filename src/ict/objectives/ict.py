@@ -8,13 +8,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ict import rng
-from ict.config import Config, NoiseConfig, bind, choose
+from ict.config import Config, NoiseConfig
 from ict.curriculum import CURRICULA
 from ict.distance import DISTANCES
 from ict.model import ConsistencyModel
 from ict.noise import INDEX_DISTRIBUTIONS, draw_pairs, karras_sigmas
 from ict.objectives.base import Loss, Phase, Step, add_noise
 from ict.objectives.score import DataScore, build_score, step_down
+from ict.reading import bind, choose
 from ict.rng import Stream
 from ict.weighting import WEIGHTINGS
 

@@ -9,10 +9,13 @@ that is two products of matrices, a small part of a step (stable target fields, 
 import torch
 from torch import Tensor
 
-from ict.config import Config, require
+from ict.config import Config
+from ict.device import free_memory
 from ict.model import spread
 from ict.objectives.base import add_noise
+from ict.pixels import to_float
 from ict.precision import quick_products
+from ict.reading import require
 
 CERTAIN = 0.99  # from this weight of one image on, its own noise stands for the mean, to the last bit
 ROUNDED = 0.035  # times d^¼: the level below which tf32 cannot tell images apart to a tenth of a nat
@@ -27,10 +30,7 @@ class DataScore:
     """
 
     def __init__(self, pixels: Tensor, labels: Tensor | None, device: torch.device, *, flip: bool):
-        size, room = 4 * pixels.numel(), HOST
-        if device.type == "cuda":
-            kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            room = SHARE * (torch.cuda.mem_get_info(device)[0] + kept)
+        size, room = 4 * pixels.numel(), SHARE * free_memory(device) if device.type == "cuda" else HOST
         require(
             size <= room,
             f'objective.score = "data" needs the whole training set in memory, {size / 2**30:.1f} GiB, which is too '
@@ -42,7 +42,7 @@ class DataScore:
         self.images = torch.empty(len(pixels), numbers, device=device)
         several = max(1, PIECE // numbers)
         for part, raw in zip(self.images.split(several), pixels.split(several), strict=True):
-            part.copy_(raw.to(device).flatten(1)).div_(127.5).sub_(1)
+            part.copy_(to_float(raw.to(device)).flatten(1))
         self.halves = torch.cat([part.square().sum(1) / 2 for part in self.images.split(several)])
 
     @torch.no_grad()

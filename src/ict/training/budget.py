@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from ict.config import ConfigError, TrainingConfig, parse_duration
+from ict.config import TrainingConfig
+from ict.reading import ConfigError, parse_duration
 
 
 @dataclass(frozen=True, kw_only=True)

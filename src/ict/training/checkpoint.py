@@ -20,10 +20,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ict.config import Config, ConfigError, TrainingConfig, from_dict, to_dict
+from ict.config import Config, TrainingConfig
 from ict.files import DamagedFile, list_checkpoints, remove, sha256, step_name, step_of, sync_folder, write_synced
 from ict.model import ModelSpec, pack_model
 from ict.ranks import ALONE, Ranks, rank_of_environment
+from ict.reading import ConfigError, from_dict, to_dict
 from ict.training.loop import TrainState
 from ict.training.optimiser import own_state
 

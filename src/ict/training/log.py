@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ict.config import ConfigError
 from ict.files import write_atomically
+from ict.reading import ConfigError
 from ict.training.loop import TrainState
 
 

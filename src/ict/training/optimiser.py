@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ict.config import TrainingConfig, choose
+from ict.config import TrainingConfig
 from ict.ranks import ALONE, Ranks
+from ict.reading import choose
 from ict.training.muon import Muon
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ict.config import Config
-from ict.data import Images, flip_mask, to_float
+from ict.data import Images, flip_mask
 from ict.model import ConsistencyModel
 from ict.objectives import Phase, Step, build_objective
+from ict.pixels import to_float
 from ict.precision import allow_tf32, pick_precision
 from ict.ranks import Ranks
 from ict.training.guard import Guard

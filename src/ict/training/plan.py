@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from ict.config import Config, choose
+from ict.config import Config
 from ict.curriculum import CURRICULA, stages
 from ict.objectives import OBJECTIVES
 from ict.objectives.denoise_first import warm_up
 from ict.objectives.ict import ImprovedConsistencyTraining
+from ict.reading import choose
 from ict.training.budget import Budget
 
 # Adam's second moment needs many steps to follow the jump of the gradient at each doubling of N.

@@ -4,11 +4,12 @@ import os
 
 import torch
 
-from ict.config import Config, require
+from ict.config import Config
 from ict.device import make_deterministic, place
 from ict.files import cache_home
 from ict.model import ConsistencyModel
 from ict.nets.kernels import have_triton, use_kernels
+from ict.reading import require
 
 
 def set_up(config: Config, model: ConsistencyModel, device: torch.device) -> None:
