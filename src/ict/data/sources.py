@@ -96,5 +96,8 @@ def expand(source: str) -> list[Path]:
     odd = [path for path in paths if path not in missing and not path.is_dir() and not path.is_file()]
     require(not odd, f"data.source: {odd[0] if odd else ''} is neither a file nor a folder")
     if missing or not paths:
-        raise ConfigError(f"data.source: there is no {missing[0] if missing else source}")
+        raise ConfigError(
+            f"data.source: there is no {missing[0] if missing else source}; give the path of a folder or of an archive "
+            "with images"
+        )
     return paths
