@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/levels.py MODEL SOURCE [features] [weights] [samples]
 
 MODEL is a run or a model file, SOURCE a path or a name of a set, features `inception` (and its weights) or `digits`. At
-a low level an answer is almost the image itself, at the highest one a sample: the levels at which the distance grows are
-where the model loses. The first row is the images themselves.
+a low level an answer is almost the image itself, at the highest one a sample: where the distance grows in between, the
+model loses. The first row is the images themselves.
 """
 
 import sys
