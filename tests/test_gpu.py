@@ -306,7 +306,9 @@ def test_the_fused_update_is_the_optimisers(teacher, optimiser, channels_last):
         assert update.fuses == fused
         target = [] if state.target is None else [*state.target.state_dict().values()]
         found.append([*model.state_dict().values(), *state.averages[0].weights.values(), *target])
-        assert all(entry.get("step", 12) == 12 for entry in state.optimiser.state.values())
+        entries = [state.optimiser.state[parameter] for parameter in model.parameters()]
+        assert all(entry.get("step", 12) == 12 for entry in entries)
+        found[-1] += [entry[name].float() for entry in entries for name in sorted(entry) if name != "step"]
     for ours, theirs in zip(*found, strict=True):
         assert (ours - theirs).abs().max() < 1e-5 * max(1e-3, theirs.abs().max())
 
@@ -334,15 +336,20 @@ def test_the_score_of_a_set_is_the_cpus(by_class):
     assert (found[0] - found[1]).abs().max() < 0.01
 
 
-def test_a_scale_that_overflows_is_halved_and_nothing_else_happens():
-    config = tiny_config(training={"batch": 64, "steps": 30}, speed={"precision": "fp16"})
+@pytest.mark.parametrize("optimiser", ["radam", "muon"])
+def test_a_scale_that_overflows_is_halved_and_nothing_else_happens(optimiser):
+    config = tiny_config(training={"batch": 64, "steps": 30, "optimiser": optimiser}, speed={"precision": "fp16"})
     model = build_model(ModelSpec.from_config(config, tuple("0123456789")))
     set_up(config, model, torch.device("cuda"))
     state, guard = new_state(config, model), Guard(config, ALONE, torch.device("cuda"))
     guard.state.scale = 2.0**40
-    taken = []
+    taken, watched = [], [*model.state_dict().values(), *state.averages[0].weights.values()]
+    before = [one.clone() for one in watched]
     for _ in train(config, state, load_images(config.data), Budget(steps=30), guard=guard):
         taken.append(state.taken)
+        assert state.taken or all(torch.equal(a, b) for a, b in zip(before, watched, strict=True))
+        before = [one.clone() for one in watched]
+    assert all(one.isfinite().all() for one in before)
     assert not taken[0] and taken[-1] and guard.alarm is None and guard.state.skipped == 0
     assert guard.state.overflows == taken.count(False) and guard.state.scale == 2.0 ** (40 - guard.state.overflows)
 

@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import shutil
 import tarfile
 from pathlib import Path
 from typing import ClassVar
@@ -13,6 +14,7 @@ import torch
 from helpers import tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from ict.data import cifar10 as module
 from ict.data import load_images
@@ -105,10 +107,30 @@ def test_every_form_gives_the_same(split, tmp_path):
         assert images.labels.tolist() == expected[:, 0].tolist(), form
         assert torch.equal(images.pixels.flatten(1), torch.from_numpy(expected[:, 1:])), form
         assert images.class_names[6] == "frog"
-        named = cifar10("", source=str(form), split=split)  # the path alone says what it is
-        assert torch.equal(named.pixels, images.pixels)
-        assert torch.equal(named.labels, images.labels)
+        if form.is_dir() and form != tmp_path:
+            named = cifar10("", source=str(form), split=split)  # the path alone says what it is
+            assert torch.equal(named.pixels, images.pixels)
+            assert torch.equal(named.labels, images.labels)
     assert images.pixels[0, 2, 31, 30] == expected[0, 1 + 2 * 1024 + 31 * 32 + 30]  # planes, then rows
+
+
+def test_a_folder_of_pictures_is_not_taken_for_it(tmp_path):
+    """Not even with a whole CIFAR-10 beside the pictures, or with a file that is called like a part of it."""
+    write_sets(tmp_path / "parts", small_batches())
+    parts = tmp_path / "parts" / "cifar-10-batches-bin"
+    assert module.is_cifar10(parts)
+    for stray in (["test_batch"], ["data_batch_1.bin"], [f"data_batch_{i}.bin" for i in range(1, 6)], [parts.name]):
+        folder = tmp_path / "-".join(stray)
+        (folder / "cats").mkdir(parents=True)
+        for number in range(3):
+            Image.new("RGB", (40, 40), (80 * number, 0, 0)).save(folder / "cats" / f"{number}.png")
+        for name in stray:
+            (shutil.copytree if (parts.parent / name).is_dir() else shutil.copy)(
+                parts.parent / name if name == parts.name else parts / "test_batch.bin", folder / name
+            )
+        assert len(cifar10("", source=str(folder), classes=0)) == 3
+    for name in ("", "nowhere", "parts/cifar-10-batches-bin.tar", "parts/cifar-10-batches-bin/test_batch.bin"):
+        assert not module.is_cifar10(tmp_path / name)
 
 
 def test_pickles_of_python_3_too(tmp_path):

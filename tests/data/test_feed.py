@@ -42,6 +42,21 @@ def test_streamed_and_resident_batches_are_the_same(steps, tmp_path):
     stream.close()
 
 
+def test_another_order_begins_with_the_next_batch(tmp_path):
+    """Those that were gathered ahead are of the order before."""
+    images = mapped_images(tmp_path / "pixels")
+    for kind in (Stream, Resident):
+        feed = kind(images, order, CPU)
+        for step in range(3):
+            feed.take(step)
+        feed.reorder(lambda step: order(step).flip(0))
+        for step in (3, 4, 0):
+            pixels, labels = feed.take(step)
+            assert torch.equal(pixels, images.pixels[order(step).flip(0)])
+            assert torch.equal(labels, images.labels[order(step).flip(0)])
+        feed.close()
+
+
 def test_a_batch_is_not_overwritten_while_it_is_used(tmp_path):
     images = mapped_images(tmp_path / "pixels")
     stream = Stream(images, order, CPU)

@@ -22,6 +22,7 @@ RECORDS = 10_000  # in a batch
 MAX_BATCH = 64 << 20  # bytes
 BATCHES = {"train": tuple(f"data_batch_{i}" for i in range(1, 6)), "test": ("test_batch",)}
 FOLDERS = {"cifar-10-batches-bin": ".bin", "cifar-10-batches-py": ""}  # and the ending of a batch
+BESIDE = {"batches.meta", "batches.meta.txt", "readme.html"}  # what else is in them
 
 ARCHIVE = Download(
     url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
@@ -86,18 +87,17 @@ def find_batch(folder: Path, name: str) -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
-def is_cifar10(path: Path) -> bool:
-    """Whether a folder, or an archive by its first entry, is CIFAR-10 in an official form."""
-    if path.is_dir():
-        return any(find_batch(path, name) is not None for name in CHECKSUMS)
-    if not path.is_file():
+def is_cifar10(folder: Path) -> bool:
+    """Whether a folder holds the training batches of one version, and nothing that is not CIFAR-10's."""
+    if not folder.is_dir():
         return False
-    try:
-        with tarfile.open(path, "r|*") as archive:
-            first = archive.next()
-            return first is not None and Path(first.name).parts[:1] in [(folder,) for folder in FOLDERS]
-    except (tarfile.TarError, OSError, EOFError):
-        return False
+    there = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
+    for ending in FOLDERS.values():
+        batches = {f"{name}{ending}" for name in CHECKSUMS}
+        needed = batches - {f"{name}{ending}" for name in BATCHES["test"]}
+        if needed <= there <= batches | BESIDE:
+            return True
+    return False
 
 
 def read_archive(path: Path, names: tuple[str, ...]) -> Iterator[tuple[str, np.ndarray]]:

@@ -21,11 +21,13 @@ SHARE = 0.25  # of the device's free memory that a set may take
 
 
 class Feed(Protocol):
-    """`take(step)` gives uint8 pixels [B, C, H, W] and class numbers [B] on the device."""
+    """`take(step)` gives uint8 pixels [B, C, H, W] and class numbers [B] on the device; `reorder` goes on otherwise."""
 
     waited: float  # seconds that `take` kept its caller waiting
 
     def take(self, step: int) -> tuple[Tensor, Tensor]: ...
+
+    def reorder(self, order: Order) -> None: ...
 
     def close(self) -> None: ...
 
@@ -52,6 +54,9 @@ class Resident:
         images.forget()
         self.waited = 0.0
 
+    def reorder(self, order: Order) -> None:
+        self.order = order
+
     def take(self, step: int) -> tuple[Tensor, Tensor]:
         indices = self.order(step).to(self.device, non_blocking=True)
         return self.images.pixels[indices], self.images.labels[indices]
@@ -69,6 +74,12 @@ class Stream:
         self.coming: dict[int, Future[tuple[Tensor, Tensor, torch.cuda.Event | None]]] = {}
         self.lane = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.waited = 0.0
+
+    def reorder(self, order: Order) -> None:
+        for one in self.coming.values():
+            one.cancel()
+        self.coming.clear()  # what is being gathered is of the order before
+        self.order = order
 
     def take(self, step: int) -> tuple[Tensor, Tensor]:
         begun = time.perf_counter()

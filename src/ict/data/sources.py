@@ -97,7 +97,7 @@ def expand(source: str) -> list[Path]:
     require(not odd, f"data.source: {odd[0] if odd else ''} is neither a file nor a folder")
     if missing or not paths:
         raise ConfigError(
-            f"data.source: there is no {missing[0] if missing else source}; give the path of a folder or of an archive "
-            "with images"
+            f"data.source: there is no {missing[0] if missing else source}; set data.source to a folder or an archive "
+            "of images"
         )
     return paths

@@ -1,4 +1,4 @@
-"""Watches a run's numbers before the optimiser uses them: skips steps that are not finite, and notices divergence.
+"""Watches a run's numbers step by step: those that are not finite are not taken, and divergence is noticed.
 
 Loss and gradient are watched as a whole and by noise level, over all ranks. Each figure has a fast average, of the
 last steps, a slow one of when all was well, and the lowest that the slow one has been; a run has diverged when a fast
@@ -129,9 +129,9 @@ class Guard:
         row = self.ranks.add(torch.cat((loss.detach().float().reshape(1), self.sums.flatten())))
         loss.copy_(row[0])
         row = torch.cat((row, gradient.detach().float().reshape(1)))
-        self.numbers.copy_(row, non_blocking=True)
+        self.numbers.copy_(row, non_blocking=self.arrived is not None)
         if self.arrived is not None:
-            self.arrived.record()
+            self.arrived.record(torch.cuda.current_stream(self.device))
         return row[0].isfinite() & row[-1].isfinite()
 
     def check(self, *, step: int, levels: float, scaled: bool = False, kind: str = "") -> bool:

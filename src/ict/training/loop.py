@@ -12,7 +12,7 @@ from torch import Tensor
 from ict.config import Config
 from ict.curriculum import teacher_ema_2023
 from ict.data import Images, batch_indices
-from ict.data.feed import Feed, open_feed
+from ict.data.feed import Order, open_feed
 from ict.model import ConsistencyModel
 from ict.ranks import ALONE, Ranks
 from ict.training.budget import Budget
@@ -94,14 +94,11 @@ def train(
     passes = Passes(config, model, state.target, samples=mine, guard=guard, ranks=ranks, images=images, warn=warn)
     update = Update(config, model, optimiser, state.averages, state.target, ranks=ranks)
 
-    def feed_of(seed: int) -> Feed:
-        def order(step: int) -> Tensor:
-            return batch_indices(step, batch=training.batch, count=len(images), seed=seed)[mine]
-
-        return open_feed(images, order, device, kind=config.data.feed)
+    def order_of(seed: int) -> Order:
+        return lambda step: batch_indices(step, batch=training.batch, count=len(images), seed=seed)[mine]
 
     seed = draw_seed(config, state.attempt)
-    feed = feed_of(seed)
+    feed = open_feed(images, order_of(seed), device, kind=config.data.feed)
     started = time.monotonic() - state.seconds
     model.train()
     if state.target is not None:
@@ -115,10 +112,8 @@ def train(
                 group["lr"] = state.lr
 
             if seed != draw_seed(config, state.attempt):  # the run has gone back, and goes another way from there
-                feed.close()
-                seed, waited = draw_seed(config, state.attempt), feed.waited
-                feed = feed_of(seed)
-                feed.waited = waited
+                seed = draw_seed(config, state.attempt)
+                feed.reorder(order_of(seed))
             pixels, labels = feed.take(state.step)
             state.waited = feed.waited
             state.loss, state.gradient, state.stats = passes.take(
