@@ -117,12 +117,11 @@ def test_sample_takes_classes_in_turn(tmp_path):
 
 
 def test_info_of_recipe_model_and_run(trained):
-    recipe = ict("info", "digits").stdout
-    assert "639,649" in recipe and "→ 161 (step 1,600)" in recipe
+    recipe = ict("info", "digits", "--set", "training.batch=77").stdout
+    assert "639,649" in recipe and "→ 161 (step 1,600)" in recipe and "batch 77" in recipe
     model = ict("info", trained / "model.safetensors").stdout
     assert "step 12" in model and "classes" in model
     assert "tiny" in ict("info", trained).stdout
-    assert "batch 77" in ict("info", "digits", "--set", "training.batch=77").stdout
     paper = ict("info", "imagenet64-ict", "--tflops", 400).stdout
     assert "282,168,003" in paper and "→ 1281 (step 700,000)" in paper and "83.2 days at 400 TFLOP/s" in paper
 

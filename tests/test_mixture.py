@@ -154,8 +154,9 @@ def test_a_short_run_of_the_recipe(tmp_path):
     assert load(tmp_path / "run").sample(3).shape == (3, *SHAPE)
 
 
-def test_points_by_component_diffusion_and_meanflow(tmp_path):
+def test_points_by_component_diffusion_and_meanflow(tmp_path, monkeypatch):
     """With labels there is no one map to draw; diffusion is solved for its map, meanflow asked once."""
+    monkeypatch.setattr("ict.evaluation.maps.GRID", 16)  # a coarser picture of it, sooner
     changes = ["training.steps=5", "training.batch=16", "training.snapshots=0", "objective.s1=10"]
     console = Console(file=io.StringIO(), width=200)
     kinds = {
