@@ -31,10 +31,10 @@ LEVELS = (0.02, 0.1, 0.3, 0.8, 2.0, 5.0, 12.0, 30.0, 80.0)
 BATCH = 500
 
 
-def answers(generator: Generator, images: Images, sigma: float, count: int) -> Iterator[Tensor]:
-    """f(x + σ z, σ) of images from all over the set."""
+def answers(generator: Generator, images: Images, chosen: Tensor, sigma: float) -> Iterator[Tensor]:
+    """f(x + σ z, σ) of the chosen images."""
     device = generator.device
-    for numbers in torch.linspace(0, len(images) - 1, count).long().split(BATCH):
+    for numbers in chosen.split(BATCH):
         x, samples = to_float(images.pixels[numbers].to(device)), numbers.to(device)
         z = rng.normal(samples, tuple(x.shape[1:]), seed=0, step=0, stream=Stream.NOISE)
         level = torch.full((len(x),), sigma, dtype=torch.float64, device=device)
@@ -53,9 +53,9 @@ def main() -> None:
     net = open_features(features, weights=Path(weights) if weights else None, device=device)
     real, count = look_at_real(images, net), min(int(samples), len(images))
     print(f"{path}: {count:,} answers a level\n\n     σ   {net.frechet:>9}  {net.kernel:>9}")
+    chosen = torch.linspace(0, len(images) - 1, count).long()  # from all over the set
     for sigma in (0.0, *LEVELS):
-        chosen = torch.linspace(0, len(images) - 1, count).long()
-        some = images.pixels[chosen].split(BATCH) if sigma == 0 else answers(generator, images, sigma, count)
+        some = images.pixels[chosen].split(BATCH) if sigma == 0 else answers(generator, images, chosen, sigma)
         seen = look(some, net)
         kid = kernel_distance(real.features, seen.features)[0]
         print(f"{sigma:6g}   {frechet_distance(seen.moments, real.moments):9.3f}  {kid:9.5f}", flush=True)

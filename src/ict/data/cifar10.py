@@ -92,12 +92,8 @@ def is_cifar10(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     there = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
-    for ending in FOLDERS.values():
-        batches = {f"{name}{ending}" for name in CHECKSUMS}
-        needed = batches - {f"{name}{ending}" for name in BATCHES["test"]}
-        if needed <= there <= batches | BESIDE:
-            return True
-    return False
+    versions = (({f"{name}{ending}" for name in names} for names in BATCHES.values()) for ending in FOLDERS.values())
+    return any(train <= there <= train | test | BESIDE for train, test in versions)
 
 
 def read_archive(path: Path, names: tuple[str, ...]) -> Iterator[tuple[str, np.ndarray]]:

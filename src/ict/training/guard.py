@@ -1,4 +1,4 @@
-"""Watches a run's numbers step by step: those that are not finite are not taken, and divergence is noticed.
+"""Watches a run's numbers: a step that is not finite is not taken, and divergence is noticed.
 
 Loss and gradient are watched as a whole and by noise level, over all ranks. Each figure has a fast average, of the
 last steps, a slow one of when all was well, and the lowest that the slow one has been; a run has diverged when a fast
