@@ -24,7 +24,7 @@ torch.manual_seed(0)
 net = nn.Sequential(nn.Conv2d(3, 40, 3), nn.Conv2d(40, 40, 1), nn.Linear(70, 70)).to(memory_format=torch.channels_last)
 theirs = copy.deepcopy(net)
 first, second = copy.deepcopy(net), copy.deepcopy(net)
-optimiser = torch.optim.RAdam(theirs.parameters(), lr=0.01, betas=(0.9, 0.99), eps=1e-8)
+optimiser = torch.optim.RAdam(theirs.parameters(), lr=0.01, betas=(0.9, 0.999), eps=1e-8)
 m, v = ([torch.zeros_like(p) for p in net.parameters()] for _ in range(2))
 expected = [[p.detach().double() for p in net.parameters()] for _ in range(2)]
 table, yes, no = fused.Table(), torch.ones((), dtype=torch.int32), torch.zeros((), dtype=torch.int32)
@@ -39,11 +39,14 @@ for step in range(1, 9):  # the first five do not use v
     there = [[tensor.detach().clone() for tensor in row] for row in rows]
     for good in (no, yes):
         assert all(torch.equal(a, b) for old, row in zip(there, rows) for a, b in zip(old, row))
-        fused.update(table, good, step=step, lr=0.01, betas=(0.9, 0.99), eps=1e-8, scale=64.0, rates=[0.5, 0.125])
+        fused.update(table, good, step=step, lr=0.01, betas=(0.9, 0.999), eps=1e-8, scale=64.0, rates=[0.5, 0.125])
     for k, rate in enumerate((0.5, 0.125)):
         expected[k] = [a + rate * (p.detach().double() - a) for a, p in zip(expected[k], theirs.parameters())]
     for ours, other in zip(net.parameters(), theirs.parameters()):
         assert (ours - other).abs().max() < 1e-6
+    for name, row in (("exp_avg", m), ("exp_avg_sq", v)):
+        truth = [optimiser.state[p][name] for p in theirs.parameters()]
+        assert all((a - b).abs().max() < 2e-6 * b.abs().max() for a, b in zip(row, truth)), name
     for average, truth in zip((first, second), expected):
         assert all((a - b).abs().max() < 1e-6 for a, b in zip(average.parameters(), truth))
 

@@ -47,20 +47,23 @@ def _follow(
 
 @triton.jit
 def _update_kernel(
-    table, good, inverse_scale, beta1, beta2, first, second, eps, rate0, rate1, rate2, rate3,
+    table, good, inverse_scale, fresh1, beta2, fresh2, first, second, eps, rate0, rate1, rate2, rate3,
     adapts: tl.constexpr, averages: tl.constexpr, aligned: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
-    """w ← w − first · m / (second · √v + eps), or w − first · m where v is not to be trusted yet; then the averages."""
+    """w ← w − first · m / (second · √v + eps), or w − first · m where v is not to be trusted yet; then the averages.
+
+    fresh1 and fresh2 are 1 − β: the difference of two float32 would be off by 1e-5 of itself for β2 = 0.999.
+    """
     columns: tl.constexpr = 5 + averages
     mask = _inside(table, good, columns, wide)
     g = tl.load(_at(table, 1, columns, wide, aligned), mask, 0.0) * inverse_scale
     place = _at(table, 2, columns, wide, aligned)
     m = tl.load(place, mask, 0.0)
-    m += (1 - beta1) * (g - m)
+    m += fresh1 * (g - m)
     tl.store(place, m, mask)
     place = _at(table, 3, columns, wide, aligned)
     v = tl.load(place, mask, 0.0)
-    v = beta2 * v + (1 - beta2) * g * g
+    v = beta2 * v + fresh2 * g * g
     tl.store(place, v, mask)
     place = _at(table, 0, columns, wide, aligned)
     w = tl.load(place, mask, 0.0)
@@ -147,7 +150,7 @@ def update(
     """One update by RAdam of all weights, and of each average towards them by its rate; none if `good` (int32) is 0."""
     first, second, adapts = radam_factors(step, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps)
     _update_kernel[(len(table.places),)](
-        table.places, good, 1 / scale, betas[0], betas[1], first, second, eps, *slots(rates),
+        table.places, good, 1 / scale, 1 - betas[0], betas[1], 1 - betas[1], first, second, eps, *slots(rates),
         adapts=adapts, averages=len(rates), aligned=table.aligned, wide=CHUNK, num_warps=8,
     )  # fmt: skip
 
