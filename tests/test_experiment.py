@@ -570,7 +570,8 @@ def test_a_checkpoint_is_saved_though_an_older_one_cannot_be_deleted(tmp_path, m
 
 
 def test_a_page_that_cannot_be_written_does_not_fail_a_finished_run(tmp_path, monkeypatch):
-    def refuse(*arguments):
+    def refuse(*arguments, device):
+        assert device == torch.device("cpu")  # the run's: samples are drawn where it was trained
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "report.html")
 
     monkeypatch.setattr("ict.experiment.main.write_report", refuse)

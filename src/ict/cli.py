@@ -270,13 +270,16 @@ def parse_numbers(option: str, text: str, *, example: str) -> list[float]:
 
 
 @app.command(help=COMMANDS["report"])
-def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) -> None:
+def report(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")], device: DeviceOption = "auto"
+) -> None:
     config = load_recipe(run / "recipe.toml")
 
     from ict.data import load_images
+    from ict.device import pick_device
     from ict.evaluation.report import write_report
 
-    print(write_report(run, load_images(config.data)))
+    print(write_report(run, load_images(config.data), device=pick_device(device)))
 
 
 @app.command(help=COMMANDS["bench"])

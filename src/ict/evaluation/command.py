@@ -111,7 +111,7 @@ def evaluate_models(
     if run is not None and out is None and (run / "log.jsonl").is_file():
         learned = load_recipe(run / "recipe.toml").data
         own = judge.images if config == learned else load_images(learned)
-        print(f"page: {write_report(run, own)}")
+        print(f"page: {write_report(run, own, device=place)}")
 
 
 def saved_images(images: str, data: str | None, data_path: str, split: str | None) -> tuple[DataConfig, Images]:

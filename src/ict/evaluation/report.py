@@ -30,9 +30,9 @@ BLOCK = 4096  # images compared at a time
 Record = dict[str, Any]  # a line of the log
 
 
-def write_report(run: Path, images: Images) -> Path:
+def write_report(run: Path, images: Images, *, device: torch.device | str = "cpu") -> Path:
     """Draw samples from the run's model and write the page."""
-    generator = load(run)
+    generator = load(run, device=device)
     config = load_recipe(run / "recipe.toml")
     records = read_log(run / "log.jsonl")
     words = wording(generator)
@@ -97,7 +97,8 @@ def draw(generator: Generator, *, steps: int) -> Tensor:
     classes = len(generator.spec.class_names)
     count = enough(generator.spec.image_size, COLUMNS * ROWS)
     labels = [i % COLUMNS % classes for i in range(count)] if classes else None
-    return to_uint8(generator.sample(count, steps=steps, seed=1, label=labels))
+    # A few at a time: at the end of a run the GPU is still full of it.
+    return to_uint8(generator.sample(count, steps=steps, seed=1, label=labels, batch=count // 4)).cpu()
 
 
 def real_images(generator: Generator, images: Images) -> Tensor:

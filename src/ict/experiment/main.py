@@ -161,7 +161,7 @@ def finish(this: Run) -> None:
         rescued = Path(tempfile.mkdtemp(prefix=f"ict-{this.config.name}-")) / "model.safetensors"
         write_atomically(rescued, packed)
         raise TrainingFailed(f"the run is done, but {explain(error)}. Its model was put into {rescued}") from error
-    this.write("the page", lambda: write_report(folder, images))
+    this.write("the page", lambda: write_report(folder, images, device=state.model.device))
     this.say(f"done in {format_time(state.seconds)}")
     for name in ("model.safetensors", "report.html"):
         this.say(f"  {folder / name}")
