@@ -18,8 +18,9 @@ import ict.experiment as experiment
 import ict.training.checkpoint as checkpoint
 from ict.experiment import run
 from ict.files import DamagedFile, list_checkpoints, step_of, write_atomically
+from ict.pictures import grid, png
 from ict.reading import ConfigError
-from ict.runfolder import check_same
+from ict.runfolder import check_same, claim
 from ict.sampling import load
 from ict.training.checkpoint import Found, check_checkpoint, find_checkpoint, seal
 from ict.training.ema import WeightAverage
@@ -204,6 +205,68 @@ def test_resuming_a_finished_run_changes_nothing(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     run(tiny_config(), tmp_path / "run", device="cpu", resume=True, console=quiet())
     assert result(tmp_path / "run") == result(whole)
+
+
+def test_the_model_of_a_run_that_was_made_longer_is_its_newest(whole, tmp_path, monkeypatch):
+    """It had ended at step 12, goes on, and breaks off past a checkpoint: what it has learned since is not hidden."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    monkeypatch.setattr(experiment.main, "finish", lambda this: None)
+    run(tiny_config(training={"steps": 16}), folder, device="cpu", resume=True, console=quiet())
+    assert load(folder).origin["step"] == load(folder, ema=0.9).origin["step"] == 16
+    assert load(folder / "model.safetensors").origin["step"] == 12
+
+
+def test_two_runs_never_write_into_one_folder(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    with claim(folder):
+        for options in ({"resume": "auto"}, {"overwrite": True}, {}):
+            with pytest.raises(ConfigError, match="another process is training in"):
+                run(tiny_config(), folder, device="cpu", console=quiet(), **options)
+    assert result(folder) == result(whole)
+    run(tiny_config(), folder, device="cpu", resume="auto", console=quiet())  # it is free again
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path):
+    with pytest.raises(ConfigError):
+        run(tiny_config(data={"image_size": 16}), tmp_path / "a" / "b", device="cpu", console=quiet())
+    assert not list(tmp_path.iterdir())
+
+
+def test_snapshots_say_at_which_n_they_were_taken(tmp_path):
+    """N changes at 4 and 8, and the log has no line of then."""
+    run(tiny_config(training={"log_every": 100}), tmp_path / "run", device="cpu", console=quiet())
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert re.findall(r"<figcaption>(.*?)</figcaption>", page) == ["step 6 · N = 5", "step 12 · N = 9"]
+
+
+def test_the_first_speed_after_a_resume_is_of_this_process(whole, tmp_path, monkeypatch):
+    """The line that was begun before the break counts its steps for the loss, not for the speed."""
+    run_until(7, tiny_config(), tmp_path / "run", monkeypatch)
+    lines, original = [], RunLog.write
+
+    def write(self, state):
+        lines.append((self.count, self.timed))
+        return original(self, state)
+
+    monkeypatch.setattr(RunLog, "write", write)
+    run(tiny_config(), tmp_path / "run", device="cpu", resume=True, console=quiet())  # from step 4
+    assert lines == [(3, 2), (3, 3), (3, 3)]
+
+
+def test_files_that_are_not_used_are_told_of(tmp_path):
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for number in range(3):
+        (pictures / f"{number}.png").write_bytes(png(grid(torch.full((1, 1, 8, 8), number / 3))))
+    (pictures / "broken.png").write_bytes(b"nothing")
+    console = quiet()
+    data = {"source": str(pictures), "classes": 0}
+    run(tiny_config(data=data, training={"steps": 1}), tmp_path / "run", device="cpu", console=console)
+    text = said(console)
+    assert "1 of 4 files" in text and "broken.png" in text and "ict data inspect" in text
+    assert "a step takes 8 images, more than there are" in text
 
 
 def test_a_longer_budget_may_be_resumed_other_changes_not(whole, tmp_path):

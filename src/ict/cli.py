@@ -270,9 +270,7 @@ def parse_numbers(option: str, text: str, *, example: str) -> list[float]:
 
 
 @app.command(help=COMMANDS["report"])
-def report(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")], device: DeviceOption = "auto"
-) -> None:
+def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")], device: DeviceOption = "auto") -> None:
     config = load_recipe(run / "recipe.toml")
 
     from ict.data import load_images

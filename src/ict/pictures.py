@@ -2,10 +2,11 @@
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from PIL import Image, ImageDraw
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from ict.config import POINTS
@@ -90,7 +91,10 @@ def colours(angle: Tensor) -> Tensor:
     return 0.5 + 0.42 * torch.cos(angle - thirds.reshape(3, *[1] * angle.ndim))
 
 
-def png(picture: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG", optimize=True)
+def png(picture: Image.Image, *, text: Mapping[str, object] | None = None) -> bytes:
+    """The bytes of a PNG file, with some words in its header."""
+    buffer, info = io.BytesIO(), PngInfo()
+    for key, value in (text or {}).items():
+        info.add_text(key, str(value))
+    picture.save(buffer, "PNG", optimize=True, pnginfo=info)
     return buffer.getvalue()

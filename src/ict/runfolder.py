@@ -1,7 +1,11 @@
 """The folder of a run: opened for a new run, emptied of an old one, or gone on with. What is not ours stays."""
 
+import contextlib
 import dataclasses
+import fcntl
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from ict.config import BOUNDS, Config, EvaluationConfig, SpeedConfig
@@ -12,14 +16,47 @@ from ict.training.budget import Budget
 from ict.training.checkpoint import Found, find_checkpoint
 
 
+@contextlib.contextmanager
+def claim(folder: Path) -> Iterator[None]:
+    """A folder that no other run may claim meanwhile; it is made, and taken away again if nothing came into it."""
+    require(folder.is_dir() or not folder.exists(), f"{folder} is a file: choose another --out")
+    try:
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+    except UnicodeEncodeError as error:
+        raise not_text(error) from error
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        lock(handle, folder)
+        yield
+    finally:
+        os.close(handle)
+        with contextlib.suppress(OSError):  # until one is not empty
+            for path in made:
+                path.rmdir()
+
+
+def lock(handle: int, folder: Path) -> None:
+    """Until the handle is closed, by whatever end of the process."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"another process is training in {folder}: wait for it, or choose another --out") from None
+    except OSError:
+        pass  # a file system that knows no locks
+
+
+def not_text(error: UnicodeEncodeError) -> ConfigError:
+    return ConfigError(f"a name or path here is not valid text ({error}): choose another")
+
+
 def open_folder(folder: Path, config: Config, *, resume: bool, overwrite: bool) -> Found | None:
     """Make a run's folder ready: a new one, an old one emptied of its run, or an old one to go on with."""
     try:
         text = to_toml(config).encode()
         require(len(str(folder.resolve()).encode()) > 0, "the folder needs a name")
     except UnicodeEncodeError as error:
-        raise ConfigError(f"a name or path here is not valid text ({error}): choose another") from error
-    require(folder.is_dir() or not folder.exists(), f"{folder} is a file: choose another --out")
+        raise not_text(error) from error
     found = None
     if resume:
         found = find_checkpoint(folder)
@@ -28,7 +65,6 @@ def open_folder(folder: Path, config: Config, *, resume: bool, overwrite: bool) 
     else:
         for path in leftovers(folder, overwrite=overwrite):
             remove(path)
-    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "recipe.toml", MARK + text)
     return found
 

@@ -1,6 +1,7 @@
 """Images out of noise: one network call, or several (§2)."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from torch import Tensor
 from ict import rng
 from ict.config import PRECISIONS, NoiseConfig
 from ict.device import place
-from ict.files import list_checkpoints
-from ict.model import ConsistencyModel, ModelSpec, read_model
+from ict.files import list_checkpoints, step_of
+from ict.model import ConsistencyModel, ModelSpec, read_model, read_origin
 from ict.noise import karras_sigmas
 from ict.precision import allow_tf32, pick_precision
 from ict.reading import ConfigError, require, suggest
@@ -206,9 +207,9 @@ def find_model(path: Path, *, ema: float | None = None) -> Path:
         require(ema is None, f"{path} is one model file: give the run's folder to choose among its averages (--ema)")
         return path
     require(path.exists(), f"there is no model at {path}: give a model file or the folder of a run")
-    if ema is None and (path / "model.safetensors").is_file():
-        return path / "model.safetensors"
-    newest = list_checkpoints(path)
+    newest, finished = list_checkpoints(path), path / "model.safetensors"
+    if ema is None and finished.is_file() and not (newest and step_of(newest[-1]) > finished_at(finished)):
+        return finished
     folder = newest[-1] if newest else path
     require(
         bool(newest) or (path / MANIFEST).is_file(),
@@ -222,10 +223,16 @@ def find_model(path: Path, *, ema: float | None = None) -> Path:
     return folder / average_name(ema)
 
 
+def finished_at(model: Path) -> float:
+    """The step that a finished model is of; a run that was made longer has checkpoints past it."""
+    step = read_origin(model).get("step")
+    return step if isinstance(step, int) else math.inf
+
+
 def load(
     path: str | Path, *, ema: float | None = None, device: torch.device | str = "cpu", precision: str = "auto"
 ) -> Generator:
-    """The generator in a model file, a checkpoint or a run's folder: its finished model, or else its newest checkpoint.
+    """The generator in a model file, a checkpoint or a run's folder: its finished model, or a checkpoint past that.
 
     `ema` picks one of the averages in the newest checkpoint.
     """

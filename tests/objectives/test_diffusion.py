@@ -196,7 +196,7 @@ def test_from_diffusion_to_distillation_and_to_a_start(tmp_path):
     ours, theirs = load(started).model.state_dict(), load(teacher).model.state_dict()
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
     other = tiny_config(net={"channels": 16}, training={"start": str(teacher)})
-    with pytest.raises(ConfigError, match="its net is not the recipe's"):
+    with pytest.raises(ConfigError, match=r"not the recipe's: net\.channels is 8 there, 16 here$"):
         run(other, tmp_path / "other", device="cpu", console=console)
 
 

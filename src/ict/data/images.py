@@ -45,6 +45,7 @@ class Images:
     labels: Tensor
     class_names: tuple[str, ...]
     file: "PixelFile | None" = None  # where the pixels lie, when they are not in memory
+    note: str = ""  # what somebody who trains on them should know
 
     def __post_init__(self) -> None:
         assert self.pixels.dtype == torch.uint8

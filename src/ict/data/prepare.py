@@ -177,7 +177,18 @@ def open_prepared(folder: Path) -> "Images":
     shape = (count, options["channels"], options["size"], options["size"])
     file = PixelFile(folder / "pixels.u8", shape, sha256=manifest["sha256"])
     labels = torch.from_numpy(np.load(folder / "labels.npy", allow_pickle=False))
-    return Images(pixels=file.pixels(), labels=labels, class_names=tuple(manifest["classes"]), file=file)
+    return Images(
+        pixels=file.pixels(), labels=labels, class_names=tuple(manifest["classes"]), file=file, note=_note(manifest)
+    )
+
+
+def _note(manifest: dict[str, Any]) -> str:
+    """About images that are not in the set."""
+    refused, source = manifest["refused"], manifest["source"]
+    if not refused:
+        return ""
+    total, seen = manifest["count"] + len(refused), f"`ict data inspect {source}` says more"
+    return f"{len(refused):,} of {total:,} files of {source} are not used{_first_reason(refused)}; {seen}"
 
 
 def _first_reason(refused: list[tuple[str, str]]) -> str:

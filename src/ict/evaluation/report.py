@@ -9,6 +9,7 @@ from string import Template
 from typing import Any, NamedTuple
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from ict.config import OPTIMISERS, Config
@@ -55,7 +56,7 @@ def write_report(run: Path, images: Images, *, device: torch.device | str = "cpu
         enlarged=f"Shown {scale} times enlarged." if scale > 1 else "",
         scores=score_section(read_records(run / "eval.json")),
         beside=beside(run, config, generator, one_step, images),
-        film=film_strip(run, records),
+        film=film_strip(run),
         charts=charts(records),
         figures=figures(config, generator, records),
         recipe=html.escape((run / "recipe.toml").read_text(encoding="utf-8")),
@@ -164,14 +165,18 @@ def map_section(run: Path, generator: Generator) -> str:
     )
 
 
-def film_strip(run: Path, records: list[Record]) -> str:
+def levels_of(snapshot: Path) -> str:
+    """N at the time of a snapshot, which its header says."""
+    with Image.open(snapshot) as picture:
+        return picture.info.get("levels", "")
+
+
+def film_strip(run: Path) -> str:
     """The snapshots of the run, from first to last."""
-    levels = {record["step"]: record.get("levels") for record in records}
     frames = []
     for path in list_snapshots(run):
-        step = step_of(path)
-        n = next((levels[at] for at in sorted(levels, reverse=True) if at <= step), None)
-        label = f"step {step:,}" + (f" · N = {n}" if n else "")
+        n = levels_of(path)
+        label = f"step {step_of(path):,}" + (f" · N = {n}" if n else "")
         frames.append(f"<figure>{embed(path.read_bytes(), label)}<figcaption>{label}</figcaption></figure>")
     return "".join(frames) or '<p class="note">The run drew no samples on the way (training.snapshots = 0).</p>'
 

@@ -23,7 +23,7 @@ from ict.files import check_folder, explain, holds_run, list_checkpoints, write_
 from ict.model import ModelSpec, pack_model
 from ict.ranks import ALONE, Ranks, device_of_rank, join_ranks
 from ict.reading import ConfigError, require
-from ict.runfolder import leftovers, open_folder
+from ict.runfolder import claim, leftovers, open_folder
 from ict.training.budget import Budget
 from ict.training.checkpoint import Found, restore, surroundings
 from ict.training.guard import Guard
@@ -56,7 +56,7 @@ def run(
     require(resume in (True, False, "auto"), f'resume = {resume!r}: use True, False or "auto"')
     require(not (resume and overwrite), "--resume and --overwrite exclude each other: go on with a run, or replace it")
     where = device_of_rank(pick_device(device))
-    with join_ranks(where) as ranks:
+    with join_ranks(where) as ranks, claim(folder) if ranks.main else contextlib.nullcontext():
         console = (console or LastingConsole()) if ranks.main else Console(quiet=True)
         return run_on(ranks, where, config, folder, resume=resume, overwrite=overwrite, console=console)
 
@@ -266,6 +266,9 @@ def announce(this: Run, plan: Plan, found: Found | None) -> None:
         f"{config.name}: {len(this.images):,} images of {this.images.describe()}{conditional}; "
         f"{config.net.kind} of {this.state.model.size:,} parameters on {this.state.model.device}"
     )
+    this.warn(this.images.note)
+    if len(this.images) < config.training.batch:
+        this.warn(f"a step takes {config.training.batch:,} images, more than there are: lower training.batch")
     this.say(f"noise levels: {plan.describe()}")
     this.warn(plan.warning())
     objective, middle = config.objective, config.sampling.sigma_mid

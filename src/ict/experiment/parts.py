@@ -107,7 +107,7 @@ class Run:
         size = self.spec.image_size
         sheet = grid(self.generator().sample(enough(size, 32), seed=0), columns=8, scale=comfortable_scale(size))
         place = self.folder / "samples" / f"{step_name(self.state.step)}.png"
-        self.write("a picture", lambda: write_atomically(place, png(sheet)))
+        self.write("a picture", lambda: write_atomically(place, png(sheet, text=self.state.stats)))
 
     def write(self, what: str, action: Callable[[], object]) -> bool:
         """Do something that writes; if the disk refuses, warn and go on. Whether it was done."""
@@ -138,9 +138,18 @@ def fresh_model(config: Config, spec: ModelSpec) -> ConsistencyModel:
     if not config.training.start:
         return model
     path = Path(config.training.start).expanduser()
-    other, _, _ = read_model(path)
+    other, theirs, _ = read_model(path)
     try:
         model.load_state_dict(other.state_dict())
     except RuntimeError as error:
-        raise ConfigError(f"training.start = {path}: its net is not the recipe's: {error}") from error
+        there, here = shape_of(theirs), shape_of(spec)
+        apart = "; ".join(f"{key} is {there[key]} there, {here[key]} here" for key in here if there[key] != here[key])
+        raise ConfigError(f"training.start = {path}: its net is not the recipe's: {apart or error}") from None
     return model
+
+
+def shape_of(spec: ModelSpec) -> dict[str, object]:
+    """What decides which weights a model has, by the recipe's keys."""
+    net = {f"net.{key}": value for key, value in vars(spec.net).items()}
+    data = {"data.image_size": spec.image_size, "data.channels": spec.channels, "data.classes": len(spec.class_names)}
+    return {**net, **data}

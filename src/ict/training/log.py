@@ -30,6 +30,7 @@ class RunLog:
         self.unwritten = b""  # lines that the disk has not taken yet
         self.since = time.monotonic()
         self.waited = 0.0  # of this process, at the last line
+        self.timed = 0  # steps of this process since then
         self.clear()
 
     def clear(self) -> None:
@@ -46,6 +47,7 @@ class RunLog:
             self.loss = self.loss.to(state.loss.device) + state.loss.double()
             self.gradient = self.gradient.to(state.loss.device) + state.gradient.double()
             self.count += 1
+            self.timed += 1
         due = state.step % self.every == 0 or state.step == 1
         return self.write(state) if due and self.count else None
 
@@ -67,11 +69,11 @@ class RunLog:
             "lr": state.lr,
             **state.figures(),
             "seconds": round(state.seconds, 3),
-            "images_per_second": round(self.count * self.batch / max(1e-9, now - self.since), 1),
+            "images_per_second": round(self.timed * self.batch / max(1e-9, now - self.since), 1),
             "data_wait": round((state.waited - self.waited) / max(1e-9, now - self.since), 5),
         }
         self.append((json.dumps(record) + "\n").encode())
-        self.since, self.waited = now, state.waited
+        self.since, self.waited, self.timed = now, state.waited, 0
         self.clear()
         return record
 
