@@ -39,7 +39,7 @@ class Bench:
     batch: int
     parameters: int
     precision: str
-    operations: int  # of one training image: student there and back, teacher (a derivative is counted as one)
+    operations: int  # of one training image
     ceiling: float  # operations a second of a large matrix product in that precision
     first: float = 0.0  # the first steps: compiling and recording
     step: float = 0.0
@@ -81,7 +81,7 @@ def bench_steps(
     cost, model = measure(spec), build_model(spec, seed=config.seed)
     found = Bench(
         recipe=config.name, machine=machine(device), batch=batch, parameters=model.size, precision=precision,
-        operations=cost.training - (cost.forward if spec.kind == "diffusion" else 0),
+        operations=cost.training(config.objective),
         ceiling=ceiling(device, precision) if peak is None else peak,
     )  # fmt: skip
     set_up(config, model, device)

@@ -178,6 +178,14 @@ class ObjectiveConfig:
         """What a model trained so is: it decides how it is preconditioned and sampled."""
         return {"edm": "diffusion", "meanflow": "meanflow"}.get(self.kind, "consistency")
 
+    @property
+    def beside(self) -> int:
+        """What a training image costs beside its student, in network calls; a derivative along a path counts as two."""
+        derived = ("continuous", "sct", "meanflow")
+        if self.kind == "cd":
+            return 1 + {"euler": 1, "heun": 2}[self.solver]
+        return 0 if self.kind == "edm" else 2 if self.kind in derived else 1
+
 
 OPTIMISERS = {"radam": "RAdam", "muon": "Muon"}  # name in a recipe -> as it is written
 # Keys of [training] that bound a run: one of them, not more.

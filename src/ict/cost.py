@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from ict.config import ObjectiveConfig
 from ict.model import ConsistencyModel, ModelSpec, build_model
 
 
@@ -16,8 +17,12 @@ class Cost:
 
     parameters: int
     forward: int  # operations of one network call
-    training: int  # of one training image: student forward and backward, teacher forward
+    backward: int  # of the way back through it
     activations: int  # bytes that the student keeps for its backward pass, in float32
+
+    def training(self, objective: ObjectiveConfig) -> int:
+        """Operations of one training image: the student there and back, and what the method calls beside it."""
+        return self.forward * (1 + objective.beside) + self.backward
 
     def training_memory(self, averages: int, *, optimiser: str = "radam") -> int:
         """Bytes of float32 weights, gradients, what the optimiser keeps of each weight, and the averages.
@@ -52,10 +57,9 @@ def measure(spec: ModelSpec) -> Cost:
             out = model(x, sigma, label if model.classes else None, key)
         with FlopCounterMode(display=False) as backward:
             out.sum().backward()
-    once = forward.get_total_flops()
     return Cost(
         parameters=model.size,
-        forward=once,
-        training=2 * once + backward.get_total_flops(),
+        forward=forward.get_total_flops(),
+        backward=backward.get_total_flops(),
         activations=sum(size for _, size in kept.values()),
     )

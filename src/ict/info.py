@@ -1,14 +1,16 @@
 """Tables that describe a recipe or a model file."""
 
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
-from ict.config import OPTIMISERS, Config
+from ict.config import OPTIMISERS, Config, ObjectiveConfig
 from ict.cost import Cost, measure
 from ict.data.inspect import Inspection
+from ict.distance import huber_c
 from ict.model import ModelSpec, read_model
 from ict.reading import ConfigError, to_dict
 from ict.sampling import DIFFUSION_STEPS
@@ -28,7 +30,8 @@ def describe_recipe(config: Config, *, tflops: float) -> Table:
     spec = ModelSpec.from_config(config, tuple(str(i) for i in range(config.data.classes)))
     cost, training = measure(spec), config.training
     rows = {"recipe": config.name, "about": config.about, **_net_rows(spec, cost)}
-    rows["training"] = f"{cost.training / 1e9:,.2f} GFLOP an image: student forward and backward, teacher forward"
+    an_image = cost.training(config.objective)
+    rows["training"] = f"{an_image / 1e9:,.2f} GFLOP an image: student forward and backward{_beside(config.objective)}"
     averages = f"{len(training.ema)} average{'s'[: len(training.ema) > 1]}"
     fixed = cost.training_memory(len(training.ema), optimiser=training.optimiser)
     piece = training.batch // training.accumulate
@@ -37,7 +40,7 @@ def describe_recipe(config: Config, *, tflops: float) -> Table:
         f"{_bytes(cost.activations)} of activations an image (float32): about "
         f"{_bytes(fixed + piece * cost.activations)} with {piece:,} images at a time (training.batch / accumulate)"
     )
-    rows["objective"] = ", ".join(f"{key} {value}" for key, value in to_dict(config.objective).items())
+    rows["objective"] = ", ".join(f"{key} {value}" for key, value in used_keys(config).items())
     rows["run"] = ", ".join(f"{key} {value}" for key, value in to_dict(training).items())
     try:
         budget = Budget.from_config(training)
@@ -50,9 +53,44 @@ def describe_recipe(config: Config, *, tflops: float) -> Table:
         rows["warning"] = warning
     if budget.steps is not None:
         images = budget.steps * training.batch
-        seconds = images * cost.training / (tflops * 1e12)
+        seconds = images * an_image / (tflops * 1e12)
         rows["time"] = f"{images:,} images: {_duration(seconds)} at {tflops:g} TFLOP/s sustained (set --tflops)"
     return _table(rows)
+
+
+# The keys of [objective] that each method looks at, beside p_mean, p_std and coupling.
+GRID = ("curriculum", "s0", "s1", "index", "weighting", "distance", "teacher")
+USED = {
+    "ict": (*GRID, "score"),
+    "cd": (*GRID, "teacher_model", "solver"),
+    "ect": ("distance", "score", "stages", "q", "k", "b"),
+    "edm": (),
+    "continuous": ("s1", "index", "weighting", "distance"),
+    "sct": ("warmup", "floor", "power"),
+    "meanflow": ("power", "apart"),
+}
+
+
+def used_keys(config: Config) -> dict[str, object]:
+    """The keys of [objective] that matter to a recipe, with what c comes to where it is left out."""
+    objective = config.objective
+    used = {"kind", "p_mean", "p_std", "coupling", *USED[objective.kind]}
+    if "distance" in used:
+        used |= {"pseudo_huber": {"c"}, "lpips": {"lpips_net", "lpips_weights"}}.get(objective.distance, set())
+    used |= {"couple_above"} if objective.coupling == "batch" else set()
+    used |= {"mu0"} if objective.teacher == "ema" else set()
+    used |= {"denoise"} if objective.denoise else set()
+    found = {"c": f"{huber_c(config.data.channels * config.data.image_size**2):.4g}", **to_dict(objective)}
+    return {key.name: found[key.name] for key in fields(objective) if key.name in used and key.name in found}
+
+
+def _beside(objective: ObjectiveConfig) -> str:
+    """What a method computes beside the student, in words."""
+    if objective.kind == "edm":
+        return ""
+    if objective.kind == "cd":
+        return f", teacher forward, {objective.beside - 1} calls of the diffusion model"
+    return ", teacher forward" if objective.beside == 1 else ", a derivative along the path (counted as two calls)"
 
 
 def describe_images(source: str, found: Inspection) -> Table:

@@ -102,12 +102,23 @@ def test_of_a_large_set_features_from_all_over_are_kept(digits, net, monkeypatch
 def test_samples_are_those_of_the_generator(digits, net):
     generator = untrained()
     judge = Judge.of(digits, net, samples=300)
-    labels = judge.labels(generator, 300)
+    labels = judge.labels(generator, 300, seed=7)
     assert labels is not None
-    counts, real = torch.bincount(labels, minlength=10), torch.bincount(digits.labels, minlength=10)
-    assert (counts / 300 - real / 1797).abs().max() < 0.005  # classes as often as in the real set
     drawn = torch.cat(list(draw(generator, labels, generator.ladder(2), 300, 7, 64)))
     assert torch.equal(drawn, to_uint8(generator.sample(300, steps=2, seed=7, label=labels.tolist(), batch=300)))
+
+
+def test_classes_are_drawn_as_often_as_they_are_and_independently(digits, net):
+    """Of an uneven set. Dealt out in proportion, numbers of a class would not vary, and KID would be biased."""
+    uneven = Images(pixels=digits.pixels, labels=digits.labels.clamp(max=2), class_names=tuple("0123456789"))
+    judge, generator = Judge.of(uneven, net, samples=300), untrained()
+    counts = torch.stack(
+        [torch.bincount(judge.labels(generator, 1000, seed=seed), minlength=10) for seed in range(100)]  # type: ignore
+    ).double()
+    share = torch.bincount(uneven.labels, minlength=10) / 1797
+    deviation = (1000 * share * (1 - share)).sqrt()  # of a binomial
+    assert ((counts.mean(dim=0) - 1000 * share).abs() <= 4 * deviation / 10).all()
+    assert (counts.std(dim=0)[:3] / deviation[:3] - 1).abs().max() < 0.3
 
 
 def test_what_cannot_be_judged(digits, net):
@@ -199,7 +210,7 @@ def test_a_step_of_the_ladder_is_a_step_of_the_sampler(digits, net):
     ladder = Ladder(generator, judge, samples=100, seed=3, batch=33)
     ladder.settle(2.0)
     ours = to_uint8(torch.cat(list(ladder.call(0.5, 100))))
-    labels = judge.labels(generator, 100)
+    labels = judge.labels(generator, 100, seed=3)
     assert labels is not None
     theirs = to_uint8(generator.sample(100, sigmas=[80.0, 2.0, 0.5], seed=3, label=labels.tolist()))
     assert (ours.int() - theirs.int()).abs().max() <= 1

@@ -29,6 +29,7 @@ from ict.files import cache_home, write_atomically
 from ict.pixels import to_uint8
 from ict.ranks import ALONE, Ranks
 from ict.reading import require
+from ict.rng import Stream
 from ict.sampling import Generator, check_ladder, sample_numbers
 
 KEPT = 50_000  # features that are kept of a set, for precision, recall and KID
@@ -169,7 +170,7 @@ class Judge:
         ranks: Ranks = ALONE,
     ) -> dict[str, float]:
         """Draw samples, one network call for each of `sigmas`, and score them."""
-        labels, ladder = self.labels(generator, samples), sigmas or generator.ladder(1)
+        labels, ladder = self.labels(generator, samples, seed=seed), sigmas or generator.ladder(1)
         drawn = draw(generator, labels, ladder, samples, seed, batch, ranks)
         seen = look(drawn, self.net, count=samples, progress=progress, ranks=ranks)
         return score(seen, self.real, self.net)
@@ -183,8 +184,11 @@ class Judge:
         seen = look(images.pixels.split(batch), self.net, count=len(images), progress=progress)
         return score(seen, self.real, self.net)
 
-    def labels(self, generator: Generator, samples: int) -> Tensor | None:
-        """Classes in the proportions of the real images -> int64 [samples], or None for a model without."""
+    def labels(self, generator: Generator, samples: int, *, seed: int) -> Tensor | None:
+        """Classes of real images drawn at random -> int64 [samples], or None for a model without.
+
+        Each for itself: dealt out in exact proportion, samples would depend on each other, and KID is then too low.
+        """
         names = generator.spec.class_names
         if not names:
             return None
@@ -192,9 +196,8 @@ class Judge:
             tuple(names) == tuple(self.images.class_names),
             f"the model knows {len(names)} classes, and the real images have others: judge it against its own set",
         )
-        places = torch.arange(samples) * len(self.images) // samples
-        order = rng.permutation(samples, seed=0, epoch=0)  # so that the first of them are of all classes too
-        return self.images.labels.sort().values[places][order].to(generator.device)
+        drawn = rng.uniform(torch.arange(samples), 1, seed=seed, step=0, stream=Stream.LABEL)[:, 0]
+        return self.images.labels[(drawn * len(self.images)).long()].to(generator.device)
 
 
 def draw(

@@ -55,7 +55,7 @@ class Ladder:
 
     def __init__(self, generator: Generator, judge: Judge, *, samples: int, seed: int, batch: int):
         self.generator, self.judge, self.seed, self.batch = generator, judge, seed, batch
-        self.labels = judge.labels(generator, samples)
+        self.labels = judge.labels(generator, samples, seed=seed)
         self.numbers = torch.arange(samples, device=generator.device)
         self.sigmas: list[float] = []
         self.x = torch.zeros(samples, *generator.model.image_shape)  # on the CPU: the set may be large
