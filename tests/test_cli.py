@@ -158,6 +158,11 @@ def test_a_budget_of_time(trained, tmp_path):
         (("train", "digits", "--device", "tpu9"), "--device tpu9 cannot be used here"),
         (("train", "digits", "--resume"), "no checkpoint"),
         (("train", "digits", "--resume", "--overwrite"), "exclude each other"),
+        (("train", "digits", "--resume=maybe"), "--resume, or --resume auto"),
+        (("train", "digits", "--set", "lr=1"), "write training.lr=1"),
+        (("train", "digits", "--set", "kind=ect"), "write net.kind or objective.kind=ect"),
+        (("train", "digits", "--set", "steps=4"), "write training.steps or evaluation.steps=4"),
+        (("data", "inspect", "digits", "--out", "sheet.jpg"), "the sheet is a .png"),
         (("sample", "nowhere"), "there is no model at nowhere"),
         (("sample", "."), "holds no model"),
         (("info", "nowhere.safetensors"), "no recipe"),
@@ -208,6 +213,14 @@ def test_sample_refuses_what_it_cannot_do(arguments, message, trained, tmp_path)
 def test_pictures_are_png(trained, tmp_path):
     done = ict("sample", trained, "--out", tmp_path / "x.jpg")
     assert done.returncode == 2 and "written as .png" in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_samples_do_not_mix_with_other_files(trained, tmp_path):
+    """A folder is scored as a whole; the same command again is no other file."""
+    for count, code in ((3, 0), (3, 0), (4, 0), (2, 2)):
+        done = ict("sample", trained, "-n", count, "--out", tmp_path / "some")
+        assert done.returncode == code, done.stderr
+    assert "holds other files (00002.png, 00003.png): give an empty folder" in done.stderr
 
 
 def test_a_reader_that_goes_away_does_not_stop_a_run(trained, tmp_path):

@@ -16,6 +16,7 @@ from rich.console import Console
 
 import ict.experiment as experiment
 import ict.training.checkpoint as checkpoint
+from ict.data import load_images
 from ict.experiment import run
 from ict.files import DamagedFile, list_checkpoints, step_of, write_atomically
 from ict.pictures import grid, png
@@ -255,11 +256,36 @@ def test_the_first_speed_after_a_resume_is_of_this_process(whole, tmp_path, monk
     assert lines == [(3, 2), (3, 3), (3, 3)]
 
 
+def write_pictures(folder: Path) -> None:
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.png").write_bytes(png(grid(torch.full((1, 1, 8, 8), number / 3))))
+
+
+def test_images_may_move_while_a_run_rests(tmp_path):
+    """Others are told of; a source by another name, with the same pixels, is no other recipe."""
+    write_pictures(tmp_path / "there")
+
+    def go_on(place: str, steps: int) -> str:
+        console, data = quiet(), {"source": str(tmp_path / place), "classes": 0}
+        config = tiny_config(data=data, training={"steps": steps, "batch": 2})
+        run(config, tmp_path / "run", device="cpu", resume="auto", console=console)
+        return said(console)
+
+    go_on("there", 2)
+    (tmp_path / "there").rename(tmp_path / "here")
+    assert "not those" not in go_on("here", 4)
+    (tmp_path / "here" / "3.png").write_bytes((tmp_path / "here" / "2.png").read_bytes())
+    assert "the images are not those that the run has learned from" in go_on("here", 6)
+    (tmp_path / "here").rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "3.png").unlink()
+    with pytest.raises(ConfigError, match=r"data\.source: .*here' then"):
+        go_on("elsewhere", 8)
+
+
 def test_files_that_are_not_used_are_told_of(tmp_path):
     pictures = tmp_path / "pictures"
-    pictures.mkdir()
-    for number in range(3):
-        (pictures / f"{number}.png").write_bytes(png(grid(torch.full((1, 1, 8, 8), number / 3))))
+    write_pictures(pictures)
     (pictures / "broken.png").write_bytes(b"nothing")
     console = quiet()
     data = {"source": str(pictures), "classes": 0}
@@ -653,6 +679,7 @@ def test_a_run_of_an_older_version_can_go_on(tmp_path):
         del found["recipe"][section][key]
     del found["recipe"]["speed"]
     later = tiny_config(training={"steps": 8, "save_every": 4}, speed={"graphs": False})
-    check_same(later, Found(path=manifest.parent, manifest=found, passed_over=[]))
+    then, images = Found(path=manifest.parent, manifest=found, passed_over=[]), load_images(later.data)
+    check_same(later, then, images)
     with pytest.raises(ConfigError, match="not the one that"):
-        check_same(tiny_config(net={"channels": 16}), Found(path=manifest.parent, manifest=found, passed_over=[]))
+        check_same(tiny_config(net={"channels": 16}), then, images)

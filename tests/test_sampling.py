@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers import SpyNet, gaussian_model, tiny_config
@@ -109,6 +110,7 @@ def test_the_ladder_of_levels():
 def test_classes_are_asked_for_by_number_or_name():
     g = generator()
     assert torch.allclose(g.sample(3, label=7), g.sample(3, label="7"))
+    assert torch.equal(g.sample(3, label=np.int64(7)), g.sample(3, label=torch.tensor([7, 7, 7])))
     assert torch.allclose(g.sample(3, label=[1, 2, 3])[1:2], g.sample(2, label=2)[1:2], atol=1e-5)
     assert not torch.allclose(g.sample(1, label=1), g.sample(1, label=2))
     assert class_number("cat", ["dog", "cat"]) == 1
@@ -135,6 +137,11 @@ def test_classes_left_out_are_drawn_evenly_and_by_the_seed():
         ({"n": 1, "sigmas": [80.0, 0.002]}, "above 0.002"),
         ({"n": 1, "sigmas": [40.0]}, "start at 80"),
         ({"n": 1, "sigmas": []}, "falling"),
+        ({"n": 2.5}, "n = 2.5: use a whole number"),
+        ({"n": 1, "steps": 1.5}, "steps = 1.5: use a whole number"),
+        ({"n": 1, "seed": "x"}, "seed = 'x': use a whole number"),
+        ({"n": 1, "label": 3.5}, "label = 3.5: use a whole number"),
+        ({"n": 1, "label": [None]}, "label = None: use a whole number"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(arguments, message):

@@ -52,6 +52,8 @@ def with_auto(arguments: list[str]) -> list[str]:
             found.append("--resume-auto")
         elif argument == "auto" and found[-1:] == ["--resume"]:
             found[-1] = "--resume-auto"
+        elif argument.startswith("--resume="):
+            raise ConfigError(f"{argument}: write --resume, or --resume auto")
         else:
             found.append(argument)
     return found
@@ -151,6 +153,11 @@ def sample(
 
     generator = load(model, ema=ema, device=pick_device(device), precision=precision)
     check_count(count)
+    digits = max(5, len(str(count - 1)))
+    names = [f"{number:0{digits}d}.png" for number in range(count)]
+    other = [] if sheet or not out.is_dir() else sorted({path.name for path in out.iterdir()} - set(names))
+    some = ", ".join(other[:3]) + ", …" * (len(other) > 3)
+    require(not other, f"--out {out} holds other files ({some}): give an empty folder")
     turns = itertools.cycle([] if label is None else label.split(","))
     labels = [one.strip() for one in itertools.islice(turns, count)] or None
     with Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
@@ -163,9 +170,8 @@ def sample(
         picture = grid(images, columns=columns, scale=scale or comfortable_scale(generator.spec.image_size))
         write_atomically(out, png(picture))
     else:
-        digits = max(5, len(str(count - 1)))
-        for number, image in enumerate(images):
-            write_atomically(out / f"{number:0{digits}d}.png", png(grid(image[None], scale=scale or 1)))
+        for name, image in zip(names, images, strict=True):
+            write_atomically(out / name, png(grid(image[None], scale=scale or 1)))
     print(f"{count} images: {out}")
 
 

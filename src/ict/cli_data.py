@@ -71,6 +71,7 @@ def data_inspect(
     split: SplitOption = "train",
     out: Annotated[Path | None, typer.Option(help="A .png for a contact sheet of 100 images.")] = None,
 ) -> None:
+    require(out is None or out.suffix.lower() == ".png", f"--out {out}: the sheet is a .png")
     config = data_config(source, size, grey, fit, background, path, split)
 
     from rich.console import Console

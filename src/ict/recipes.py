@@ -1,5 +1,6 @@
 """Recipes as TOML files: finding, reading, changing and writing them."""
 
+import dataclasses
 import json
 import tomllib
 from collections.abc import Iterable
@@ -68,10 +69,18 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(f"{path.name}: {error}") from error
 
 
+def sections_with(key: str) -> list[str]:
+    """The sections of a recipe that have a key."""
+    sections = {name: section for name, section in vars(Config()).items() if dataclasses.is_dataclass(section)}
+    return [name for name, section in sections.items() if key in vars(section)]
+
+
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     require(bool(equals and key.strip()) and "\n" not in override, f"--set {override!r}: write it as section.key=value")
     *sections, last = key.strip().split(".")
+    meant = [] if sections else sections_with(last)
+    require(not meant, f"--set {override!r}: write {' or '.join(f'{section}.{last}' for section in meant)}={text}")
     for section in sections:
         values = values.setdefault(section, {})
         require(isinstance(values, dict), f"--set {override!r}: {section!r} is a value, not a section")

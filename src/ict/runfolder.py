@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ict.config import BOUNDS, Config, EvaluationConfig, SpeedConfig
+from ict.data import Images
 from ict.files import holds_run, list_checkpoints, list_evidence, list_snapshots, remove, step_of, write_atomically
 from ict.reading import ConfigError, from_dict, require, to_dict
 from ict.recipes import to_toml
@@ -50,7 +51,7 @@ def not_text(error: UnicodeEncodeError) -> ConfigError:
     return ConfigError(f"a name or path here is not valid text ({error}): choose another")
 
 
-def open_folder(folder: Path, config: Config, *, resume: bool, overwrite: bool) -> Found | None:
+def open_folder(folder: Path, config: Config, images: Images, *, resume: bool, overwrite: bool) -> Found | None:
     """Make a run's folder ready: a new one, an old one emptied of its run, or an old one to go on with."""
     try:
         text = to_toml(config).encode()
@@ -60,7 +61,7 @@ def open_folder(folder: Path, config: Config, *, resume: bool, overwrite: bool) 
     found = None
     if resume:
         found = find_checkpoint(folder)
-        check_same(config, found)
+        check_same(config, found, images)
         step_back(folder, found)
     else:
         for path in leftovers(folder, overwrite=overwrite):
@@ -116,8 +117,11 @@ FREE = {
 }
 
 
-def check_same(config: Config, found: Found) -> None:
-    """A resumed run is the same run: every key that decides the result must be as it was."""
+def check_same(config: Config, found: Found, images: Images) -> None:
+    """A resumed run is the same run: every key that decides the result must be as it was.
+
+    Its images may have moved, if they are the same.
+    """
     steps = Budget.from_config(config.training).steps
     require(
         steps is None or steps >= found.manifest["step"],
@@ -125,16 +129,23 @@ def check_same(config: Config, found: Found) -> None:
     )
     old, new = flatten(to_dict(from_dict(Config, found.manifest["recipe"]))), flatten(to_dict(config))
     coupled = {"training.accumulate"} if config.objective.coupling == "batch" else set()  # pieces are matched apart
+    moved = {"data.source", "data.split"} if same_images(found, images) else set()
     changed = [
         f"{key}: {old.get(key)!r} then, {new.get(key)!r} now"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key not in FREE - coupled
+        if old.get(key) != new.get(key) and key not in (FREE | moved) - coupled
     ]
     require(
         not changed,
         f"the recipe is not the one that {found.path} was trained with; resume with the same, or start a new run with "
         "--out:\n  " + "\n  ".join(changed),
     )
+
+
+def same_images(found: Found, images: Images) -> bool | None:
+    """Whether a checkpoint was made on these images; older ones do not know."""
+    known = found.manifest["extras"].get("images")
+    return None if known is None else known == images.checksum
 
 
 def flatten(values: dict, path: str = "") -> dict[str, object]:

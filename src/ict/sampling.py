@@ -51,7 +51,13 @@ def check_ladder(sigmas: Sequence[float], spec: ModelSpec) -> None:
     )
 
 
+def check_whole(**numbers: object) -> None:
+    for name, value in numbers.items():
+        require(hasattr(value, "__index__"), f"{name} = {value!r}: use a whole number")
+
+
 def check_count(n: int) -> None:
+    check_whole(n=n)
     require(1 <= n <= 10_000_000, f"n = {n}: ask for at least 1 image, and at most 10 million at a time")
 
 
@@ -155,6 +161,7 @@ class Generator:
         `progress` is called with the number of images drawn so far.
         """
         check_count(n)
+        check_whole(batch=batch, seed=seed, steps=1 if steps is None else steps)
         require(batch >= 1, f"batch = {batch}: use at least 1")
         require(0 <= seed < 2**63, f"seed = {seed}: use a whole number from 0 to 2^63 - 1")
         ladder = list(sigmas) if sigmas is not None else self.ladder(steps)
@@ -184,7 +191,8 @@ class Generator:
         if label is None:
             words = rng.words(torch.arange(n), 1, seed=seed, step=0, stream=Stream.LABEL)[:, 0]
             return (words % len(names)).to(self.device)
-        asked = [label] * n if isinstance(label, int | str) else list(label)
+        single = isinstance(label, str) or not hasattr(label, "__len__")
+        asked = [label] * n if single else list(label)  # type: ignore
         require(len(asked) == n, f"{len(asked)} labels for {n} images: give one for each, or one for all")
         return torch.tensor([class_number(one, names) for one in asked], device=self.device)
 
@@ -197,6 +205,7 @@ def class_number(label: int | str, names: Sequence[str]) -> int:
         if not label.isdecimal():
             raise ConfigError(f"no class is called {label!r}{suggest(label, names)}: there are {', '.join(names)}")
         label = int(label)
+    check_whole(label=label)
     require(0 <= label < len(names), f"label = {label}: this model has classes 0 to {len(names) - 1}")
     return label
 

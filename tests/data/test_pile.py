@@ -5,6 +5,7 @@ import errno
 import io
 import os
 import random
+import shutil
 import tarfile
 import threading
 import zipfile
@@ -191,8 +192,14 @@ def test_shards(tmp_path):
 def test_the_number_of_classes_must_be_the_folders(tmp_path):
     folder = make_folder(tmp_path / "pile")
     assert len(load_images(data(folder, classes=0))) == 6
-    with pytest.raises(ConfigError, match="has 2 classes"):
+    with pytest.raises(ConfigError, match="has 2 classes: set"):
         load_images(data(folder, classes=5))
+    one = next(folder.glob("*/*"))
+    with pytest.raises(ConfigError, match="is one image: give the folder"):
+        load_images(data(one))
+    shutil.copy(one, folder)
+    with pytest.raises(ConfigError, match=r"has 3 classes \(images that are in no folder count as one"):
+        load_images(data(folder, classes=2))
 
 
 @pytest.mark.parametrize("name", ["nowhere/", "pile.zip", "./x.tar"])
@@ -402,7 +409,7 @@ def test_inspect_warns_of_pixels_far_from_sigma_data(tmp_path):
     (tmp_path / "pile").mkdir()
     for i, colour in enumerate(((0, 0, 0), (255, 255, 255))):
         (tmp_path / "pile" / f"{i}.png").write_bytes(encoded(plain(colour)))
-    assert "set noise.sigma_data = 1.00" in (inspect(data(tmp_path / "pile")).warning or "")
+    assert "noise.sigma_data = 1.00" in (inspect(data(tmp_path / "pile")).warning or "")
 
 
 # --- a storm of bad files

@@ -42,7 +42,8 @@ class Inspection:
         if self.deviation < 0.05:
             return f"the pixels' deviation is only {self.deviation:.3f}: there is hardly anything to learn"
         return (
-            f"the pixels' deviation is {self.deviation:.2f}, far from 0.5: set noise.sigma_data = {self.deviation:.2f}"
+            f"the pixels' deviation is {self.deviation:.2f}, where the recipes expect about 0.5: "
+            f"noise.sigma_data = {self.deviation:.2f} may learn better"
         )
 
 

@@ -14,6 +14,7 @@ from ict.config import DataConfig
 from ict.data.archives import Tar, Zip
 from ict.data.arrays import Array
 from ict.data.cifar10 import is_cifar10, load_cifar10
+from ict.data.decode import ENDINGS
 from ict.data.digits import load_digits
 from ict.data.huggingface import PREFIX, HubSet
 from ict.data.imagenet64 import open_imagenet64
@@ -43,10 +44,16 @@ def load_images(config: DataConfig, progress: Progress | None = None) -> Images:
         )
     if config.classes not in (0, len(images.class_names)):
         raise ConfigError(
-            f"data.classes = {config.classes}, but {config.source!r} has {len(images.class_names)} classes: set that "
-            "number, or 0 for a model without classes"
+            f"data.classes = {config.classes}, but {config.source!r} has {len(images.class_names)} classes"
+            f"{stray(images)}: set that number, or 0 for a model without classes"
         )
     return images
+
+
+def stray(images: Images) -> str:
+    """Images beside the folders of classes are a class of their own."""
+    alone = "" in images.class_names and len(images.class_names) > 1
+    return " (images that are in no folder count as one; move them into one, or away)" if alone else ""
 
 
 def open_source(config: DataConfig) -> Images | Pile:
@@ -78,6 +85,7 @@ def open_part(path: Path) -> Part:
         return Folder(root=path)
     if is_zip(path):
         return Zip(path=path)
+    require(path.suffix.lower() not in ENDINGS, f"data.source: {path} is one image: give the folder that it is in")
     return Array(path=path) if path.suffix.lower() in (".npy", ".npz") else Tar(path=path)
 
 

@@ -219,7 +219,12 @@ def load_inception(path: Path) -> tuple[Inception, str]:
         net = Inception(classifier="fc.weight" in state)
         net.load_state_dict(dict(folded(net, state)))
     except Exception as error:  # a stranger's file may do anything to a reader
-        raise ConfigError(f"{path} is damaged or does not hold the weights of this Inception ({error!r})") from error
+        advice = "weights_only" in str(error)  # torch's, to trust the file
+        reason = type(error).__name__ if advice else repr(error)
+        raise ConfigError(
+            f"{path} is damaged or does not hold the weights of this Inception ({reason}): bring them by "
+            "`ict data get inception`"
+        ) from error
     return net.eval().requires_grad_(False), checksum(path)
 
 

@@ -23,7 +23,7 @@ from ict.files import check_folder, explain, holds_run, list_checkpoints, write_
 from ict.model import ModelSpec, pack_model
 from ict.ranks import ALONE, Ranks, device_of_rank, join_ranks
 from ict.reading import ConfigError, require
-from ict.runfolder import claim, leftovers, open_folder
+from ict.runfolder import claim, leftovers, open_folder, same_images
 from ict.training.budget import Budget
 from ict.training.checkpoint import Found, restore, surroundings
 from ict.training.guard import Guard
@@ -98,7 +98,7 @@ def run_on(
     ranks.wait()
 
     # From here on the recipe is known to run, and the folder may be touched.
-    found = open_folder(folder, config, resume=resume, overwrite=overwrite) if ranks.main else None
+    found = open_folder(folder, config, images, resume=resume, overwrite=overwrite) if ranks.main else None
     found = ranks.from_main(found)
     guard = Guard(config, ranks, where)
     warn = functools.partial(warn_on, console)
@@ -285,6 +285,8 @@ def announce(this: Run, plan: Plan, found: Found | None) -> None:
     done, _ = this.budget.progress(this.state.step, this.state.seconds)
     if done < plan.first and this.guard.state.counted and this.guard.state.kind == "":
         this.warn(f"the run is longer than it was and denoises again until {plan.when(plan.first)}")
+    if same_images(found, this.images) is False:
+        this.warn("the images are not those that the run has learned from so far")
     then, now = found.manifest["made_with"], surroundings(this.state)
     changed = ", ".join(f"{key} {then.get(key)} then and {now[key]} now" for key in now if then.get(key) != now[key])
     this.warn(changed and f"the run will not be equal to the bit to an unbroken one: {changed}")

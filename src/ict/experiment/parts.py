@@ -56,7 +56,8 @@ class Run:
         self.begun = self.state.step
         gather_optimiser(self.state.optimiser)
         if self.ranks.main:
-            self.saver.save(self.state, {"log": self.log.state(), "guard": self.guard.state.save()})
+            extras = {"log": self.log.state(), "guard": self.guard.state.save(), "images": self.images.checksum}
+            self.saver.save(self.state, extras)
 
     def sound(self) -> bool:
         """Whether the guard is calm and every weight a number."""
