@@ -299,7 +299,9 @@ def test_a_longer_budget_may_be_resumed_other_changes_not(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     with pytest.raises(ConfigError, match=r"training.lr: 0.001 then, 0.5 now"):
         run(tiny_config(training={"lr": 0.5}), tmp_path / "run", device="cpu", resume=True, console=quiet())
-    run(tiny_config(training={"steps": 14}), tmp_path / "run", device="cpu", resume=True, console=quiet())
+    console = quiet()
+    run(tiny_config(training={"steps": 14}), tmp_path / "run", device="cpu", resume=True, console=console)
+    assert "the run had training.steps = 12 and has training.steps = 14 now" in said(console)
     assert list_checkpoints(tmp_path / "run")[-1].name == "step-00000014"
 
 

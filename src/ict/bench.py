@@ -37,6 +37,8 @@ class Bench:
     recipe: str
     machine: str
     batch: int
+    pieces: int  # that a batch is cut into
+    deterministic: bool
     parameters: int
     precision: str
     operations: int  # of one training image
@@ -80,7 +82,8 @@ def bench_steps(
     precision = pick_precision(config.speed.precision, device, levels=levels)
     cost, model = measure(spec), build_model(spec, seed=config.seed)
     found = Bench(
-        recipe=config.name, machine=machine(device), batch=batch, parameters=model.size, precision=precision,
+        recipe=config.name, machine=machine(device), batch=batch, pieces=config.training.accumulate,
+        deterministic=config.training.deterministic, parameters=model.size, precision=precision,
         operations=cost.training(config.objective),
         ceiling=ceiling(device, precision) if peak is None else peak,
     )  # fmt: skip
@@ -250,8 +253,10 @@ def table(found: Bench) -> Table:
     """The figures, for people."""
     out = Table(box=None, show_header=False)
     speed = found.batch / found.step * found.operations
+    pieces = f" in {found.pieces} pieces (training.accumulate)" if found.pieces > 1 else ""
     rows = {
-        "recipe": f"{found.recipe}: {found.parameters / 1e6:.1f}M parameters, batch {found.batch:,}, {found.precision}",
+        "recipe": f"{found.recipe}: {found.parameters / 1e6:.1f}M parameters, {found.precision}",
+        "batch": f"{found.batch:,}{pieces}, {'' if found.deterministic else 'not '}deterministic",
         "machine": found.machine,
         "training": f"{found.batch / found.step:,.1f} images/s, {1000 * found.step:,.1f} ms a step",
         "operations": f"{speed / 1e12:,.2f} TFLOP/s: {speed / found.ceiling:.0%} of a large matrix product "

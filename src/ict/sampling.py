@@ -192,7 +192,7 @@ class Generator:
             words = rng.words(torch.arange(n), 1, seed=seed, step=0, stream=Stream.LABEL)[:, 0]
             return (words % len(names)).to(self.device)
         single = isinstance(label, str) or not hasattr(label, "__len__")
-        asked = [label] * n if single else list(label)  # type: ignore
+        asked: list[Any] = [label] * n if single else list(label)  # type: ignore
         require(len(asked) == n, f"{len(asked)} labels for {n} images: give one for each, or one for all")
         return torch.tensor([class_number(one, names) for one in asked], device=self.device)
 

@@ -5,11 +5,12 @@ import functools
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
-from ict.config import Config
+from ict.config import BOUNDS, Config
 from ict.data import Images, load_images
 from ict.device import pick_device
 from ict.display import DataProgress, LastingConsole, TrainingDisplay, format_time
@@ -22,7 +23,7 @@ from ict.experiment.parts import Run, fresh_model, warn_on
 from ict.files import check_folder, explain, holds_run, list_checkpoints, write_atomically
 from ict.model import ModelSpec, pack_model
 from ict.ranks import ALONE, Ranks, device_of_rank, join_ranks
-from ict.reading import ConfigError, require
+from ict.reading import ConfigError, require, to_dict
 from ict.runfolder import claim, leftovers, open_folder, same_images
 from ict.training.budget import Budget
 from ict.training.checkpoint import Found, restore, surroundings
@@ -258,6 +259,11 @@ def rehearse(config: Config, state: TrainState, images: Images, ranks: Ranks) ->
     state.optimiser.zero_grad(set_to_none=True)
 
 
+def bound_of(training: dict[str, Any]) -> str:
+    """How long a recipe's run is."""
+    return ", ".join(f"training.{key} = {training[key]}" for key in BOUNDS if key in training)
+
+
 def announce(this: Run, plan: Plan, found: Found | None) -> None:
     """Say what is about to happen, and what may go wrong with it."""
     config = this.config
@@ -282,11 +288,14 @@ def announce(this: Run, plan: Plan, found: Found | None) -> None:
     for reason in found.passed_over:
         this.warn(f"passed over {reason}")
     this.say(f"going on from {found.path}")
+    was = bound_of(found.manifest["recipe"]["training"])
+    if was != (now := bound_of(to_dict(config.training))):
+        this.warn(f"the run had {was} and has {now} now: N and learning rate are those of a run of that length")
     done, _ = this.budget.progress(this.state.step, this.state.seconds)
     if done < plan.first and this.guard.state.counted and this.guard.state.kind == "":
         this.warn(f"the run is longer than it was and denoises again until {plan.when(plan.first)}")
     if same_images(found, this.images) is False:
         this.warn("the images are not those that the run has learned from so far")
-    then, now = found.manifest["made_with"], surroundings(this.state)
-    changed = ", ".join(f"{key} {then.get(key)} then and {now[key]} now" for key in now if then.get(key) != now[key])
+    then, here = found.manifest["made_with"], surroundings(this.state)
+    changed = ", ".join(f"{key} {then.get(key)} then and {here[key]} now" for key in here if then.get(key) != here[key])
     this.warn(changed and f"the run will not be equal to the bit to an unbroken one: {changed}")
