@@ -159,6 +159,7 @@ def test_a_budget_of_time(trained, tmp_path):
         (("train", "digits", "--resume"), "no checkpoint"),
         (("train", "digits", "--resume", "--overwrite"), "exclude each other"),
         (("train", "digits", "--resume=maybe"), "--resume, or --resume auto"),
+        (("info", "digits", "--set", "objective.kind=foo"), "choose from ict"),
         (("train", "digits", "--set", "lr=1"), "write training.lr=1"),
         (("train", "digits", "--set", "kind=ect"), "write net.kind or objective.kind=ect"),
         (("train", "digits", "--set", "steps=4"), "write training.steps or evaluation.steps=4"),
@@ -217,6 +218,8 @@ def test_pictures_are_png(trained, tmp_path):
 
 def test_samples_do_not_mix_with_other_files(trained, tmp_path):
     """A folder is scored as a whole; the same command again is no other file."""
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / ".hidden").touch()
     for count, code in ((3, 0), (3, 0), (4, 0), (2, 2)):
         done = ict("sample", trained, "-n", count, "--out", tmp_path / "some")
         assert done.returncode == code, done.stderr

@@ -1,15 +1,21 @@
 import io
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_config
+from helpers import step_of, tiny_config
 from rich.console import Console
+from torch.autograd import forward_ad
 
-from ict.config import ObjectiveConfig
+from ict.config import Config, ObjectiveConfig
 from ict.cost import measure, meta_model
 from ict.info import USED, describe_recipe, used_keys
-from ict.model import ModelSpec
-from ict.objectives import OBJECTIVES
+from ict.model import ModelSpec, build_model, pack_model
+from ict.nets.unet import UNet
+from ict.objectives import OBJECTIVES, build_objective
 from ict.recipes import find_recipe, load_recipe
 
 
@@ -66,35 +72,78 @@ def test_training_memory():
     assert cost.training_memory(averages=2) == 4 * cost.parameters * 6
 
 
-@pytest.mark.parametrize(
-    ("keys", "calls", "said"),
-    [
-        ({"kind": "ict"}, 2, "teacher forward"),
-        ({"kind": "edm"}, 1, "forward and backward"),
-        ({"kind": "cd", "teacher_model": "x"}, 4, "2 calls of the diffusion model"),
-        ({"kind": "sct"}, 3, "a derivative along the path"),
-    ],
-)
-def test_what_a_method_calls_is_counted(keys, calls, said):
-    """Forward passes, the student's among them."""
-    config = tiny_config(objective=keys)
+READ: set[str] = set()
+
+
+class Watched(ObjectiveConfig):
+    """Remembers which of its keys were read."""
+
+    def __getattribute__(self, name):
+        READ.add(name)
+        return super().__getattribute__(name)
+
+
+KINDS = [*OBJECTIVES, "cd by euler"]
+
+
+def take_a_step(kind: str, folder: Path) -> tuple[Config, Counter, set[str]]:
+    """A step of a method: its recipe, how often which net was called (a derivative is two calls), the keys it read."""
+    learns = {"edm": "diffusion", "meanflow": "meanflow"}.get(kind, "consistency")
+    net = {"net": {"intervals": learns == "meanflow", "dropout": 0.0}, "data": {"classes": 0}}
+    diffusion = ModelSpec(image_size=8, channels=1, kind="diffusion", net=tiny_config().net)
+    file = folder / "diffusion.safetensors"
+    keys: dict[str, Any] = {"kind": kind.split()[0], "solver": "euler" if "euler" in kind else "heun"}
+    if keys["kind"] == "cd":
+        file.write_bytes(pack_model(diffusion, build_model(diffusion).state_dict(), {}))
+        keys["teacher_model"] = str(file)
+    config = tiny_config(**net, objective=keys)
+    watched = Watched(**vars(config.objective))
+    model = build_model(ModelSpec.from_config(config, ()))
+    calls: Counter = Counter()
+
+    def count(module, *_):
+        if isinstance(module, UNet):
+            calls["ours" if module is model.net else "diffusion"] += 2 if forward_ad._current_level >= 0 else 1
+
+    READ.clear()
+    hook = torch.nn.modules.module.register_module_forward_hook(count)
+    try:
+        build_objective(replace(config, objective=watched))(model, torch.zeros(4, 1, 8, 8), None, step_of(4))
+    finally:
+        hook.remove()
+    return config, calls, set(READ)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_method_calls_is_counted(kind, tmp_path):
+    config, calls, _ = take_a_step(kind, tmp_path)
     cost = measure(ModelSpec.from_config(config, ()))
-    assert cost.training(config.objective) == calls * cost.forward + cost.backward
+    assert cost.training(config.objective) == sum(calls.values()) * cost.forward + cost.backward
     console = Console(file=io.StringIO(), width=300)
     console.print(describe_recipe(config, tflops=1))
     (line,) = [line for line in console.file.getvalue().splitlines() if line.startswith("training")]
-    assert said in line
+    assert ("teacher forward" in line) == (kind.split()[0] in ("ict", "cd", "ect"))
+    assert (f"{calls['diffusion']} of the diffusion model" in line) == (kind.split()[0] == "cd")
+    assert ("derivative" in line) == (kind in ("continuous", "sct", "meanflow"))
 
 
-def test_info_shows_the_keys_that_matter():
-    """c as it comes out, nothing of other methods."""
+@pytest.mark.parametrize("kind", OBJECTIVES)
+def test_info_shows_the_keys_that_a_method_reads(kind, tmp_path):
+    config, _, read = take_a_step(kind, tmp_path)
+    keys = set(vars(config.objective))
+    elsewhere = {"kind", "teacher", "coupling", "score"}  # read by the trainer, or to find the method
+    shown = set(used_keys(config))
+    assert shown - elsewhere <= read
+    assert read & keys <= shown | {"denoise", "c", "power", "couple_above", "mu0", "lpips_net", "lpips_weights"}
+
+
+def test_info_shows_what_c_comes_to_and_nothing_that_is_switched_off():
     assert set(USED) == set(OBJECTIVES)
     assert used_keys(load_recipe(find_recipe("cifar10-ict"))) == {
         "kind": "ict", "curriculum": "exponential", "s0": 10, "s1": 1280, "index": "lognormal", "p_mean": -1.1,
         "p_std": 2.0, "weighting": "inverse_gap", "distance": "pseudo_huber", "c": "0.02993", "score": "sample",
         "coupling": "independent", "teacher": "student",
     }  # fmt: skip
-    batch = tiny_config(
-        data={"classes": 0}, objective={"coupling": "batch", "distance": "lpips", "teacher": "ema", "denoise": 0.0}
-    )
-    assert {"couple_above", "lpips_net", "mu0"} < set(used_keys(batch)) and "c" not in used_keys(batch)
+    keys = {"coupling": "batch", "distance": "lpips", "teacher": "ema", "index": "uniform"}
+    other = set(used_keys(tiny_config(data={"classes": 0}, objective=keys)))
+    assert {"couple_above", "lpips_net", "mu0"} < other and not {"c", "p_mean", "p_std"} & other

@@ -1,6 +1,7 @@
 """Whole runs: what is written, what a resume gives, what a fault leaves behind."""
 
 import errno
+import fcntl
 import io
 import json
 import os
@@ -216,6 +217,8 @@ def test_the_model_of_a_run_that_was_made_longer_is_its_newest(whole, tmp_path, 
     run(tiny_config(training={"steps": 16}), folder, device="cpu", resume=True, console=quiet())
     assert load(folder).origin["step"] == load(folder, ema=0.9).origin["step"] == 16
     assert load(folder / "model.safetensors").origin["step"] == 12
+    next(list_checkpoints(folder)[-1].glob("student*")).write_bytes(b"damaged")
+    assert load(folder).origin["step"] == 12
 
 
 def test_two_runs_never_write_into_one_folder(whole, tmp_path):
@@ -227,6 +230,44 @@ def test_two_runs_never_write_into_one_folder(whole, tmp_path):
                 run(tiny_config(), folder, device="cpu", console=quiet(), **options)
     assert result(folder) == result(whole)
     run(tiny_config(), folder, device="cpu", resume="auto", console=quiet())  # it is free again
+
+
+def test_a_run_whose_folder_is_anothers_by_now_keeps_out_of_it(tmp_path, monkeypatch):
+    """Deleted, and another run begun there: the first one's log, checkpoints, pictures and model go nowhere near."""
+    folder, original = tmp_path / "run", RunLog.step
+
+    def replaced(self, state):
+        if state.step == 5:
+            shutil.rmtree(folder)
+            folder.mkdir()
+            (folder / "of another").touch()
+        return original(self, state)
+
+    monkeypatch.setattr(RunLog, "step", replaced)
+    console = quiet()
+    with pytest.raises(TrainingFailed, match=r"has vanished\. Its model was put into (.*)model\.safetensors"):
+        run(tiny_config(), folder, device="cpu", console=console)
+    assert [path.name for path in folder.iterdir()] == ["of another"]
+
+
+def test_a_claim_is_of_the_folder_that_is_there(tmp_path, monkeypatch):
+    """One that a refused run takes away between opening and locking is made again."""
+    folder, original, taken = tmp_path / "a" / "run", fcntl.flock, []
+
+    def late(handle, flags):
+        if not taken:
+            taken.append(folder.rmdir())
+        original(handle, flags)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with claim(folder):
+        assert folder.is_dir()
+        with pytest.raises(ConfigError, match="another process"), claim(folder):
+            pass
+        with pytest.raises(ConfigError, match="another process"), claim(folder / ".." / "run"):
+            pass
+        assert folder.is_dir()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_is_refused_leaves_no_folder(tmp_path):
@@ -257,17 +298,18 @@ def test_the_first_speed_after_a_resume_is_of_this_process(whole, tmp_path, monk
 
 
 def write_pictures(folder: Path) -> None:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for number in range(3):
         (folder / f"{number}.png").write_bytes(png(grid(torch.full((1, 1, 8, 8), number / 3))))
 
 
 def test_images_may_move_while_a_run_rests(tmp_path):
     """Others are told of; a source by another name, with the same pixels, is no other recipe."""
-    write_pictures(tmp_path / "there")
+    write_pictures(tmp_path / "there" / "cat")
+    write_pictures(tmp_path / "there" / "dog")
 
     def go_on(place: str, steps: int) -> str:
-        console, data = quiet(), {"source": str(tmp_path / place), "classes": 0}
+        console, data = quiet(), {"source": str(tmp_path / place), "classes": 2}
         config = tiny_config(data=data, training={"steps": steps, "batch": 2})
         run(config, tmp_path / "run", device="cpu", resume="auto", console=console)
         return said(console)
@@ -275,10 +317,10 @@ def test_images_may_move_while_a_run_rests(tmp_path):
     go_on("there", 2)
     (tmp_path / "there").rename(tmp_path / "here")
     assert "not those" not in go_on("here", 4)
-    (tmp_path / "here" / "3.png").write_bytes((tmp_path / "here" / "2.png").read_bytes())
+    (tmp_path / "here" / "cat" / "3.png").write_bytes((tmp_path / "here" / "cat" / "2.png").read_bytes())
     assert "the images are not those that the run has learned from" in go_on("here", 6)
     (tmp_path / "here").rename(tmp_path / "elsewhere")
-    (tmp_path / "elsewhere" / "3.png").unlink()
+    (tmp_path / "elsewhere" / "dog").rename(tmp_path / "elsewhere" / "horse")  # the same pixels
     with pytest.raises(ConfigError, match=r"data\.source: .*here' then"):
         go_on("elsewhere", 8)
 

@@ -125,10 +125,25 @@ def test_a_truncated_or_changed_file_is_refused(saved):
     whole = path.read_bytes()
     flipped = bytearray(whole)
     flipped[-99] ^= 1  # a bit of one weight
-    for damaged in (whole[:100], whole[:-50], b"not a model", b"", bytes(flipped)):
+    other = whole.replace(b'\\"sigma_data\\": 0.5', b'\\"sigma_data\\": 0.4')
+    assert other != whole
+    for damaged in (whole[:100], whole[:-50], b"not a model", b"", bytes(flipped), other):
         path.write_bytes(damaged)
         with pytest.raises(DamagedFile, match=r"model\.safetensors"):
             read_model(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_weights_may_lie_as_they_like(saved, dtype):
+    """Views, of one element too, and whatever layout."""
+    path, model, spec = saved
+    plain = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    odd = {name: torch.stack((tensor, tensor), dim=-1)[..., 0] for name, tensor in plain.items()}
+    assert any(tensor.numel() == 1 and tensor.stride() != (1,) for tensor in odd.values())
+    path.write_bytes(pack_model(spec, odd, {}))
+    assert path.read_bytes() == pack_model(spec, plain, {})
+    again = read_model(path)[0].state_dict()
+    assert all(torch.equal(a, b.float()) for a, b in zip(again.values(), plain.values(), strict=True))
 
 
 def test_a_file_of_an_older_version_has_no_checksum(saved):

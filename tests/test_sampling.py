@@ -110,7 +110,18 @@ def test_the_ladder_of_levels():
 def test_classes_are_asked_for_by_number_or_name():
     g = generator()
     assert torch.allclose(g.sample(3, label=7), g.sample(3, label="7"))
-    assert torch.equal(g.sample(3, label=np.int64(7)), g.sample(3, label=torch.tensor([7, 7, 7])))
+    plain = g.sample(3, label=7, seed=3, batch=2)
+    for seven in (
+        np.int64(7),
+        np.array(7),
+        torch.tensor(7),
+        torch.tensor([7, 7, 7]),
+        np.full(3, 7),
+        ["7", 7, np.int8(7)],
+    ):
+        assert torch.equal(g.sample(3, label=seven, seed=3, batch=2), plain)
+    for three in (np.uint8(3), torch.tensor(3)):
+        assert torch.equal(g.sample(three, label=7, seed=three, batch=np.int16(2), steps=torch.tensor(1)), plain)
     assert torch.allclose(g.sample(3, label=[1, 2, 3])[1:2], g.sample(2, label=2)[1:2], atol=1e-5)
     assert not torch.allclose(g.sample(1, label=1), g.sample(1, label=2))
     assert class_number("cat", ["dog", "cat"]) == 1
@@ -142,6 +153,10 @@ def test_classes_left_out_are_drawn_evenly_and_by_the_seed():
         ({"n": 1, "seed": "x"}, "seed = 'x': use a whole number"),
         ({"n": 1, "label": 3.5}, "label = 3.5: use a whole number"),
         ({"n": 1, "label": [None]}, "label = None: use a whole number"),
+        ({"n": torch.tensor(2.5)}, "use a whole number"),
+        ({"n": np.array([2, 3])}, "use a whole number"),
+        ({"n": 2, "label": torch.tensor([1.5, 2.0])}, "use a whole number"),
+        ({"n": 2, "label": np.array([[1, 2], [2, 3]])}, "use a whole number"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(arguments, message):

@@ -155,7 +155,7 @@ def sample(
     check_count(count)
     digits = max(5, len(str(count - 1)))
     names = [f"{number:0{digits}d}.png" for number in range(count)]
-    other = [] if sheet or not out.is_dir() else sorted({path.name for path in out.iterdir()} - set(names))
+    other = [] if sheet or not out.is_dir() else sorted({path.name for path in out.glob("[!.]*")} - set(names))
     some = ", ".join(other[:3]) + ", …" * (len(other) > 3)
     require(not other, f"--out {out} holds other files ({some}): give an empty folder")
     turns = itertools.cycle([] if label is None else label.split(","))

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from ict.reading import parse_duration, require
+from ict.reading import choose, parse_duration, require
 
 POINTS = (1, 2)  # pixels a side and channels of what is not an image: points of the plane
 NATURAL = {"digits": (8, 1), "cifar10": (32, 3), "imagenet64": (64, 3), "mixture2d": POINTS}  # of named sets
@@ -183,7 +183,7 @@ class ObjectiveConfig:
         """What a training image costs beside its student, in network calls; a derivative along a path counts as two."""
         derived = ("continuous", "sct", "meanflow")
         if self.kind == "cd":
-            return 1 + {"euler": 1, "heun": 2}[self.solver]
+            return 1 + choose("objective.solver", self.solver, {"euler": 1, "heun": 2})
         return 0 if self.kind == "edm" else 2 if self.kind in derived else 1
 
 

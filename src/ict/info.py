@@ -12,7 +12,7 @@ from ict.cost import Cost, measure
 from ict.data.inspect import Inspection
 from ict.distance import huber_c
 from ict.model import ModelSpec, read_model
-from ict.reading import ConfigError, to_dict
+from ict.reading import ConfigError, choose, to_dict
 from ict.sampling import DIFFUSION_STEPS
 from ict.training.budget import Budget
 from ict.training.plan import Plan
@@ -58,7 +58,7 @@ def describe_recipe(config: Config, *, tflops: float) -> Table:
     return _table(rows)
 
 
-# The keys of [objective] that each method looks at, beside p_mean, p_std and coupling.
+# The keys of [objective] that each method looks at, beside coupling, and p_mean and p_std of a lognormal choice.
 GRID = ("curriculum", "s0", "s1", "index", "weighting", "distance", "teacher")
 USED = {
     "ict": (*GRID, "score"),
@@ -74,7 +74,9 @@ USED = {
 def used_keys(config: Config) -> dict[str, object]:
     """The keys of [objective] that matter to a recipe, with what c comes to where it is left out."""
     objective = config.objective
-    used = {"kind", "p_mean", "p_std", "coupling", *USED[objective.kind]}
+    used = {"kind", "coupling", *choose("objective.kind", objective.kind, USED)}
+    if "index" not in used or objective.index != "uniform":
+        used |= {"p_mean", "p_std"}
     if "distance" in used:
         used |= {"pseudo_huber": {"c"}, "lpips": {"lpips_net", "lpips_weights"}}.get(objective.distance, set())
     used |= {"couple_above"} if objective.coupling == "batch" else set()
@@ -89,7 +91,7 @@ def _beside(objective: ObjectiveConfig) -> str:
     if objective.kind == "edm":
         return ""
     if objective.kind == "cd":
-        return f", teacher forward, {objective.beside - 1} calls of the diffusion model"
+        return f", teacher forward, {objective.beside - 1} of the diffusion model"
     return ", teacher forward" if objective.beside == 1 else ", a derivative along the path (counted as two calls)"
 
 

@@ -175,16 +175,19 @@ FORMAT = "ict-model-1"
 def pack_model(spec: ModelSpec, weights: dict[str, Tensor], origin: dict[str, Any]) -> bytes:
     """The bytes of a model file. `origin` says where the weights come from: run, step, EMA rate."""
     # One entry: safetensors writes several in random order, and the same model should be the same bytes.
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    about = {"format": FORMAT, "spec": to_dict(spec), "origin": origin, "sha256": digest(weights)}
-    return safetensors.torch.save(weights, metadata={"ict": json.dumps(about)})
+    weights = {name: tensor.detach().cpu().resolve_neg().contiguous() for name, tensor in weights.items()}
+    about = {"format": FORMAT, "spec": to_dict(spec), "origin": origin}
+    return safetensors.torch.save(weights, metadata={"ict": json.dumps({**about, "sha256": digest(about, weights)})})
 
 
-def digest(weights: dict[str, Tensor]) -> str:
-    """SHA-256 of the bytes of all weights, in the order of their names."""
-    found = hashlib.sha256()
+def digest(about: dict[str, Any], weights: dict[str, Tensor]) -> str:
+    """SHA-256 of what a model file says and of its weights, in the order of their names."""
+    found = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name in sorted(weights):
-        found.update(weights[name].reshape(-1).view(torch.uint8).numpy())  # type: ignore  # a buffer
+        flat = weights[name].reshape(-1)
+        flat = flat.clone(memory_format=torch.contiguous_format) if len(flat) == 1 else flat  # of any stride
+        found.update(f"{name} {tuple(weights[name].shape)}".encode())
+        found.update(flat.view(torch.uint8).numpy())  # type: ignore  # a buffer
     return found.hexdigest()
 
 
@@ -192,7 +195,7 @@ def read_model(path: Path) -> tuple[ConsistencyModel, ModelSpec, dict[str, Any]]
     """The model of a file, in evaluation mode on the CPU, its spec and its origin."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            spec, origin, known = read_header(path, file.metadata())
+            spec, origin, about = read_header(path, file.metadata())
             with torch.device("meta"):
                 expected = {name: tuple(tensor.shape) for name, tensor in build_model(spec).state_dict().items()}
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -203,8 +206,9 @@ def read_model(path: Path) -> tuple[ConsistencyModel, ModelSpec, dict[str, Any]]
         raise ConfigError(f"there is no model at {path}") from None
     except safetensors.SafetensorError as error:
         raise not_safetensors(path, error) from error
-    if known and known != digest(weights):
-        raise DamagedFile(f"{path} is damaged: its weights are not those that were written; get or save it again")
+    known = about.pop("sha256", None)  # older files have none
+    if known is not None and known != digest(about, weights):
+        raise DamagedFile(f"{path} is damaged: it is not what was written; get or save it again")
     if not all(tensor.is_floating_point() and tensor.isfinite().all() for tensor in weights.values()):
         raise DamagedFile(f"{path}: some weights are not finite numbers; the model cannot be used")
     model = build_model(spec)
@@ -225,15 +229,15 @@ def not_safetensors(path: Path, error: Exception) -> DamagedFile:
     return DamagedFile(f"{path} is damaged or not a safetensors file ({error}); get or save it again")
 
 
-def read_header(path: Path, metadata: dict[str, str] | None) -> tuple[ModelSpec, dict[str, Any], str]:
-    """Spec, origin and checksum (of older files none) from a file's header, which may say anything."""
+def read_header(path: Path, metadata: dict[str, str] | None) -> tuple[ModelSpec, dict[str, Any], dict[str, Any]]:
+    """Spec, origin, and both as they stand there, from a file's header, which may say anything."""
     if "ict" not in (metadata or {}):
         raise ConfigError(f"{path} is not a model of this program: use a file that `ict train` wrote")
     try:
         header = json.loads((metadata or {})["ict"])
         if header["format"] != FORMAT:
             raise ConfigError(f"{path} was written by another version (format {header['format']!r}, not {FORMAT!r})")
-        return from_dict(ModelSpec, header["spec"]), {**header["origin"]}, str(header.get("sha256", ""))
+        return from_dict(ModelSpec, header["spec"]), {**header["origin"]}, header
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

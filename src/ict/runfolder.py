@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,7 +12,16 @@ from pathlib import Path
 
 from ict.config import BOUNDS, Config, EvaluationConfig, SpeedConfig
 from ict.data import Images
-from ict.files import holds_run, list_checkpoints, list_evidence, list_snapshots, remove, step_of, write_atomically
+from ict.files import (
+    holds_run,
+    list_checkpoints,
+    list_evidence,
+    list_snapshots,
+    ours,
+    remove,
+    step_of,
+    write_atomically,
+)
 from ict.reading import ConfigError, from_dict, require, to_dict
 from ict.recipes import to_toml
 from ict.training.budget import Budget
@@ -21,30 +32,42 @@ from ict.training.checkpoint import Found, find_checkpoint
 def claim(folder: Path) -> Iterator[None]:
     """A folder that no other run may claim meanwhile; it is made, and taken away again if nothing came into it."""
     require(folder.is_dir() or not folder.exists(), f"{folder} is a file: choose another --out")
+    place = folder.resolve()
     try:
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
+        made = [path for path in (place, *place.parents) if not path.exists()]
+        handle = lock(place)
     except UnicodeEncodeError as error:
         raise not_text(error) from error
-    handle = os.open(folder, os.O_RDONLY)
     try:
-        lock(handle, folder)
-        yield
+        with ours(folder, handle):
+            yield
     finally:
-        os.close(handle)
         with contextlib.suppress(OSError):  # until one is not empty
             for path in made:
                 path.rmdir()
+        os.close(handle)
 
 
-def lock(handle: int, folder: Path) -> None:
-    """Until the handle is closed, by whatever end of the process."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(f"another process is training in {folder}: wait for it, or choose another --out") from None
-    except OSError:
-        pass  # a file system that knows no locks
+def lock(folder: Path) -> int:
+    """An open folder that is locked until it is closed, by whatever end of the process."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # taken away by a run that was refused
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise ConfigError(
+                f"another process is training in {folder}: wait for it, or choose another --out"
+            ) from None
+        except OSError:  # a file system that knows no locks
+            return handle
+        if folder.is_dir() and os.path.samestat(os.fstat(handle), folder.stat()):
+            return handle
+        os.close(handle)  # the same, between opening and locking
 
 
 def not_text(error: UnicodeEncodeError) -> ConfigError:
@@ -143,9 +166,16 @@ def check_same(config: Config, found: Found, images: Images) -> None:
 
 
 def same_images(found: Found, images: Images) -> bool | None:
-    """Whether a checkpoint was made on these images; older ones do not know."""
+    """Whether a checkpoint was made on these images, of these classes; older ones do not know."""
     known = found.manifest["extras"].get("images")
-    return None if known is None else known == images.checksum
+    return None if known is None else known == identity(images)
+
+
+def identity(images: Images) -> str:
+    """SHA-256 of pixels, labels and the classes' names."""
+    labels = images.labels.cpu().contiguous().numpy().tobytes()
+    names = json.dumps(images.class_names).encode()
+    return hashlib.sha256(b"\0".join((images.checksum.encode(), names, labels))).hexdigest()
 
 
 def flatten(values: dict, path: str = "") -> dict[str, object]:

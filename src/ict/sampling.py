@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from ict import rng
 from ict.config import PRECISIONS, NoiseConfig
 from ict.device import place
-from ict.files import list_checkpoints, step_of
+from ict.files import DamagedFile, list_checkpoints, step_of
 from ict.model import ConsistencyModel, ModelSpec, read_model, read_origin
 from ict.noise import karras_sigmas
 from ict.precision import allow_tf32, pick_precision
@@ -51,13 +52,15 @@ def check_ladder(sigmas: Sequence[float], spec: ModelSpec) -> None:
     )
 
 
-def check_whole(**numbers: object) -> None:
-    for name, value in numbers.items():
-        require(hasattr(value, "__index__"), f"{name} = {value!r}: use a whole number")
+def whole(name: str, value: object) -> int:
+    """A whole number of whatever type, as Python's own."""
+    try:
+        return operator.index(value)  # type: ignore
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} = {value!r}: use a whole number") from None
 
 
 def check_count(n: int) -> None:
-    check_whole(n=n)
     require(1 <= n <= 10_000_000, f"n = {n}: ask for at least 1 image, and at most 10 million at a time")
 
 
@@ -160,8 +163,9 @@ class Generator:
         the same images whatever `n` and `batch`: the same noise to the bit, the net's answers up to rounding.
         `progress` is called with the number of images drawn so far.
         """
+        n, batch, seed = whole("n", n), whole("batch", batch), whole("seed", seed)
+        steps = None if steps is None else whole("steps", steps)
         check_count(n)
-        check_whole(batch=batch, seed=seed, steps=1 if steps is None else steps)
         require(batch >= 1, f"batch = {batch}: use at least 1")
         require(0 <= seed < 2**63, f"seed = {seed}: use a whole number from 0 to 2^63 - 1")
         ladder = list(sigmas) if sigmas is not None else self.ladder(steps)
@@ -191,7 +195,7 @@ class Generator:
         if label is None:
             words = rng.words(torch.arange(n), 1, seed=seed, step=0, stream=Stream.LABEL)[:, 0]
             return (words % len(names)).to(self.device)
-        single = isinstance(label, str) or not hasattr(label, "__len__")
+        single = isinstance(label, str) or getattr(label, "ndim", int(hasattr(label, "__len__"))) == 0
         asked: list[Any] = [label] * n if single else list(label)  # type: ignore
         require(len(asked) == n, f"{len(asked)} labels for {n} images: give one for each, or one for all")
         return torch.tensor([class_number(one, names) for one in asked], device=self.device)
@@ -205,7 +209,7 @@ def class_number(label: int | str, names: Sequence[str]) -> int:
         if not label.isdecimal():
             raise ConfigError(f"no class is called {label!r}{suggest(label, names)}: there are {', '.join(names)}")
         label = int(label)
-    check_whole(label=label)
+    label = whole("label", label)
     require(0 <= label < len(names), f"label = {label}: this model has classes 0 to {len(names) - 1}")
     return label
 
@@ -217,8 +221,9 @@ def find_model(path: Path, *, ema: float | None = None) -> Path:
         return path
     require(path.exists(), f"there is no model at {path}: give a model file or the folder of a run")
     newest, finished = list_checkpoints(path), path / "model.safetensors"
-    if ema is None and finished.is_file() and not (newest and step_of(newest[-1]) > finished_at(finished)):
-        return finished
+    if ema is None and finished.is_file():
+        later = (one for one in reversed(newest) if step_of(one) > finished_at(finished))
+        return next((one / check_checkpoint(one)["model"] for one in later if is_whole(one)), finished)
     folder = newest[-1] if newest else path
     require(
         bool(newest) or (path / MANIFEST).is_file(),
@@ -230,6 +235,13 @@ def find_model(path: Path, *, ema: float | None = None) -> Path:
     rates = manifest["recipe"]["training"]["ema"]
     require(ema in rates, f"ema = {ema}: {folder} has the rates {', '.join(map(str, sorted(rates)))}")
     return folder / average_name(ema)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    try:
+        return bool(check_checkpoint(checkpoint))
+    except DamagedFile:
+        return False
 
 
 def finished_at(model: Path) -> float:

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 from array import array
 from collections import Counter
@@ -187,7 +188,7 @@ def _note(manifest: dict[str, Any]) -> str:
     refused, source = manifest["refused"], manifest["source"]
     if not refused:
         return ""
-    total, seen = manifest["count"] + len(refused), f"`ict data inspect {source}` says more"
+    total, seen = manifest["count"] + len(refused), f"`ict data inspect {shlex.quote(source)}` says more"
     return f"{len(refused):,} of {total:,} files of {source} are not used{_first_reason(refused)}; {seen}"
 
 

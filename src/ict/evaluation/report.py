@@ -1,6 +1,7 @@
 """RUN/report.html: one self-contained page that shows what a run made, beside what it learned from."""
 
 import base64
+import contextlib
 import html
 import math
 from importlib import resources
@@ -56,7 +57,7 @@ def write_report(run: Path, images: Images, *, device: torch.device | str = "cpu
         enlarged=f"Shown {scale} times enlarged." if scale > 1 else "",
         scores=score_section(read_records(run / "eval.json")),
         beside=beside(run, config, generator, one_step, images),
-        film=film_strip(run),
+        film=film_strip(run, records),
         charts=charts(records),
         figures=figures(config, generator, records),
         recipe=html.escape((run / "recipe.toml").read_text(encoding="utf-8")),
@@ -165,17 +166,20 @@ def map_section(run: Path, generator: Generator) -> str:
     )
 
 
-def levels_of(snapshot: Path) -> str:
-    """N at the time of a snapshot, which its header says."""
-    with Image.open(snapshot) as picture:
-        return picture.info.get("levels", "")
+def levels_of(snapshot: Path, records: list[Record]) -> object:
+    """N at the time of a snapshot, which its header says; of older ones, what the log says about the steps before."""
+    with contextlib.suppress(OSError, ValueError), Image.open(snapshot) as picture:
+        if "levels" in picture.info:
+            return picture.info["levels"]
+    earlier = [record.get("levels") for record in records if record["step"] <= step_of(snapshot)]
+    return earlier[-1] if earlier else None
 
 
-def film_strip(run: Path) -> str:
+def film_strip(run: Path, records: list[Record]) -> str:
     """The snapshots of the run, from first to last."""
     frames = []
     for path in list_snapshots(run):
-        n = levels_of(path)
+        n = levels_of(path, records)
         label = f"step {step_of(path):,}" + (f" · N = {n}" if n else "")
         frames.append(f"<figure>{embed(path.read_bytes(), label)}<figcaption>{label}</figcaption></figure>")
     return "".join(frames) or '<p class="note">The run drew no samples on the way (training.snapshots = 0).</p>'

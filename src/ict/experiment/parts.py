@@ -1,5 +1,6 @@
 """A run that is ready to go, and what it does now and then: save, score, draw, speak."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ict.model import ConsistencyModel, ModelSpec, build_model, pack_model, read
 from ict.pictures import comfortable_scale, enough, grid, png
 from ict.ranks import ALONE, Ranks
 from ict.reading import ConfigError
+from ict.runfolder import identity
 from ict.sampling import Generator, load
 from ict.training.budget import Budget
 from ict.training.guard import Guard
@@ -56,8 +58,13 @@ class Run:
         self.begun = self.state.step
         gather_optimiser(self.state.optimiser)
         if self.ranks.main:
-            extras = {"log": self.log.state(), "guard": self.guard.state.save(), "images": self.images.checksum}
+            extras = {"log": self.log.state(), "guard": self.guard.state.save(), "images": self.identity}
             self.saver.save(self.state, extras)
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Of the images: a checkpoint says what it was made on."""
+        return identity(self.images)
 
     def sound(self) -> bool:
         """Whether the guard is calm and every weight a number."""

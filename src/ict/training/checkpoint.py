@@ -21,7 +21,17 @@ import torch
 from torch import Tensor
 
 from ict.config import Config, TrainingConfig
-from ict.files import DamagedFile, list_checkpoints, remove, sha256, step_name, step_of, sync_folder, write_synced
+from ict.files import (
+    DamagedFile,
+    check_folder,
+    list_checkpoints,
+    remove,
+    sha256,
+    step_name,
+    step_of,
+    sync_folder,
+    write_synced,
+)
 from ict.model import ModelSpec, pack_model
 from ict.ranks import ALONE, Ranks, rank_of_environment
 from ict.reading import ConfigError, from_dict, to_dict
@@ -107,6 +117,7 @@ def write_checkpoint(run: Path, copy: Copy) -> Path:
     """Write a checkpoint; on any error the earlier ones are untouched. The run's folder must be there."""
     final = run / "checkpoints" / step_name(copy.step)
     partial = final.with_name(f".{final.name}.partial")
+    check_folder(run)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         final.parent.mkdir(exist_ok=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ict.files import write_atomically
+from ict.files import check_folder, write_atomically
 from ict.reading import ConfigError
 from ict.training.loop import TrainState
 
@@ -83,6 +83,7 @@ class RunLog:
             return
         late, self.unwritten = self.unwritten, self.unwritten + line
         try:
+            check_folder(self.path.parent)
             with self.path.open("ab", buffering=0) as file:
                 size = file.tell()
                 try:
@@ -113,7 +114,9 @@ class RunLog:
         self.append(b"")
         waiting = [line for line in self.unwritten.splitlines(keepends=True) if json.loads(line)["step"] <= step]
         self.unwritten = b"".join(waiting)
-        if not self.path.parent.is_dir():  # it has vanished, and is not made anew
+        try:
+            check_folder(self.path.parent)
+        except OSError:  # it has vanished, and is not made anew
             return
         kept = [record for record in read_log(self.path) if record["step"] <= step]
         if kept and kept[-1]["step"] == step:  # the run had ended here, and its last line is written
