@@ -141,8 +141,8 @@ def test_info_shows_what_c_comes_to_and_nothing_that_is_switched_off():
     assert set(USED) == set(OBJECTIVES)
     assert used_keys(load_recipe(find_recipe("cifar10-ict"))) == {
         "kind": "ict", "curriculum": "exponential", "s0": 10, "s1": 1280, "index": "lognormal", "p_mean": -1.1,
-        "p_std": 2.0, "weighting": "inverse_gap", "distance": "pseudo_huber", "c": "0.02993", "score": "sample",
-        "coupling": "independent", "teacher": "student",
+        "p_std": 2.0, "weighting": "inverse_gap", "gap_power": 1.0, "distance": "pseudo_huber", "c": "0.02993",
+        "score": "sample", "coupling": "independent", "teacher": "student",
     }  # fmt: skip
     keys = {"coupling": "batch", "distance": "lpips", "teacher": "ema", "index": "uniform"}
     other = set(used_keys(tiny_config(data={"classes": 0}, objective=keys)))

@@ -69,4 +69,6 @@ def test_images_of_different_shapes_are_refused():
 def test_weights():
     low, high = torch.tensor([1.0, 2.0]), torch.tensor([1.5, 6.0])
     assert inverse_gap(low, high).tolist() == [2.0, 0.25]
+    assert inverse_gap(low, high, gap_power=2.0).tolist() == [4.0, 0.0625]
+    assert inverse_gap(low, high, gap_power=0.0).tolist() == [1.0, 1.0]
     assert uniform(low, high).tolist() == [1.0, 1.0]

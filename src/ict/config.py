@@ -108,6 +108,7 @@ class ObjectiveConfig:
     p_mean: float = -1.1
     p_std: float = 2.0
     weighting: str = "inverse_gap"
+    gap_power: float = 1.0  # of inverse_gap: λ = 1 / (σ_{i+1} − σ_i)^p; 1 in the paper
     distance: str = "pseudo_huber"
     c: float | None = None  # of pseudo_huber; left out: 0.00054 · √d
     lpips_net: str = "vgg16"  # of lpips: "vgg16" or "alexnet"
@@ -170,6 +171,7 @@ class ObjectiveConfig:
         require(self.power is None or 0 <= self.power <= 1, f"objective.power = {self.power}: use 0 (none) to 1")
         require(0 <= self.apart <= 1, f"objective.apart = {self.apart}: a share of the samples from 0 to 1")
         require(0 <= self.mu0 < 1, f"objective.mu0 = {self.mu0}: use a rate from 0 to below 1 (2023: 0.9)")
+        require(0 <= self.gap_power <= 3, f"objective.gap_power = {self.gap_power}: use 0 to 3 (the paper: 1)")
         require(self.p_std > 0, f"objective.p_std = {self.p_std}: must be above 0")
         require(self.c is None or self.c > 0, f"objective.c = {self.c}: must be above 0, or left out for 0.00054·√d")
 

@@ -79,6 +79,7 @@ def used_keys(config: Config) -> dict[str, object]:
         used |= {"p_mean", "p_std"}
     if "distance" in used:
         used |= {"pseudo_huber": {"c"}, "lpips": {"lpips_net", "lpips_weights"}}.get(objective.distance, set())
+    used |= {"gap_power"} if "weighting" in used and objective.weighting == "inverse_gap" else set()
     used |= {"couple_above"} if objective.coupling == "batch" else set()
     used |= {"mu0"} if objective.teacher == "ema" else set()
     used |= {"denoise"} if objective.denoise else set()

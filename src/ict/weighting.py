@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 
-def inverse_gap(sigma_low: Tensor, sigma_high: Tensor) -> Tensor:
-    """λ(σ_i) = 1 / (σ_{i+1} − σ_i) (§3.1): the choice of iCT."""
-    return 1 / (sigma_high - sigma_low)
+def inverse_gap(sigma_low: Tensor, sigma_high: Tensor, *, gap_power: float = 1.0) -> Tensor:
+    """λ(σ_i) = 1 / (σ_{i+1} − σ_i)^p (§3.1): with p = 1 the choice of iCT; a larger one prefers low levels more."""
+    return (sigma_high - sigma_low) ** -gap_power if gap_power != 1 else 1 / (sigma_high - sigma_low)
 
 
 def uniform(sigma_low: Tensor, sigma_high: Tensor) -> Tensor:
@@ -26,5 +26,5 @@ def adaptive_weight(loss: Tensor, *, power: float, epsilon: float = 1e-3) -> Ten
     return (loss.detach() + epsilon) ** -power
 
 
-# name in a recipe -> (sigma_low, sigma_high) -> λ per sample
-WEIGHTINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"inverse_gap": inverse_gap, "uniform": uniform}
+# name in a recipe -> (sigma_low, sigma_high) -> λ per sample; keys of [objective] by the names of further parameters
+WEIGHTINGS: dict[str, Callable[..., Tensor]] = {"inverse_gap": inverse_gap, "uniform": uniform}

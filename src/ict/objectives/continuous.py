@@ -44,7 +44,7 @@ class ContinuousConsistencyTraining:
         self.section = section
         self.levels = bind(bind(choose("objective.index", section.index, LEVEL_QUANTILES), section), noise)
         self.gap = bind(karras_gap, noise)
-        self.weighting = choose("objective.weighting", section.weighting, WEIGHTINGS)
+        self.weighting = bind(choose("objective.weighting", section.weighting, WEIGHTINGS), section)
         require(
             section.distance in CURVATURES,
             f"objective.kind = continuous needs a distance that is smooth where both sides are equal, not "

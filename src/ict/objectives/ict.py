@@ -32,7 +32,7 @@ class ImprovedConsistencyTraining:
         section = config.objective
         self.levels = bind(choose("objective.curriculum", section.curriculum, CURRICULA), section)
         self.pmf = bind(choose("objective.index", section.index, INDEX_DISTRIBUTIONS), section)
-        self.weighting = choose("objective.weighting", section.weighting, WEIGHTINGS)
+        self.weighting = bind(choose("objective.weighting", section.weighting, WEIGHTINGS), section)
         self.distance = bind(choose("objective.distance", section.distance, DISTANCES), section)
         self.size = section.s1 + 1  # levels that there is room for
         self.grid = functools.lru_cache(maxsize=2)(functools.partial(build_grid, config.noise, self.pmf, self.size))
