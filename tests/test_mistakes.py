@@ -73,7 +73,8 @@ MISTAKES = {
         "return step_down(self.score, images, labels, noisy, low, high, torch.randn_like(z))", "objectives/test_ict.py",
     ),
     "the weight of the other side: no 1/gap": (
-        "weighting.py", "return 1 / (sigma_high - sigma_low)", "return 1 / sigma_low", "objectives/test_ict.py",
+        "weighting.py", "return (sigma_high - sigma_low) ** -gap_power", "return 1 / sigma_low",
+        "objectives/test_ict.py",
     ),
     "levels told apart in half precision": (
         "nets/layers.py", "        with exact(embedding):", "        if True:", "test_precision.py",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 def inverse_gap(sigma_low: Tensor, sigma_high: Tensor, *, gap_power: float = 1.0) -> Tensor:
     """λ(σ_i) = 1 / (σ_{i+1} − σ_i)^p (§3.1): with p = 1 the choice of iCT; a larger one prefers low levels more."""
-    return (sigma_high - sigma_low) ** -gap_power if gap_power != 1 else 1 / (sigma_high - sigma_low)
+    return (sigma_high - sigma_low) ** -gap_power
 
 
 def uniform(sigma_low: Tensor, sigma_high: Tensor) -> Tensor:
