@@ -250,6 +250,29 @@ def test_a_run_whose_folder_is_anothers_by_now_keeps_out_of_it(tmp_path, monkeyp
     assert [path.name for path in folder.iterdir()] == ["of another"]
 
 
+def test_a_folder_that_was_replaced_while_a_run_got_ready_is_left_alone(whole, tmp_path, monkeypatch):
+    """Minutes may lie between: images are decoded. Not even --overwrite may touch what another run has there."""
+    folder, original = tmp_path / "run", experiment.main.rehearse
+
+    def replaced(*arguments):
+        original(*arguments)
+        folder.rmdir()
+        shutil.copytree(whole, folder)
+
+    monkeypatch.setattr(experiment.main, "rehearse", replaced)
+    with pytest.raises(FileNotFoundError, match="has vanished"):
+        run(tiny_config(), folder, device="cpu", overwrite=True, console=quiet())
+    assert result(folder) == result(whole)
+
+
+def test_a_claim_leaves_the_folder_of_another(tmp_path):
+    folder = tmp_path / "run"
+    with claim(folder):
+        (folder).rename(tmp_path / "old")
+        folder.mkdir()  # another's, and still empty
+    assert folder.is_dir()
+
+
 def test_a_claim_is_of_the_folder_that_is_there(tmp_path, monkeypatch):
     """One that a refused run takes away between opening and locking is made again."""
     folder, original, taken = tmp_path / "a" / "run", fcntl.flock, []

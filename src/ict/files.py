@@ -20,13 +20,13 @@ def explain(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
-_OURS: dict[Path, int] = {}  # folders of runs in this process, and their inodes
+_OURS: dict[Path, os.stat_result] = {}  # folders of runs in this process, and what they are
 
 
 @contextlib.contextmanager
 def ours(folder: Path, handle: int) -> Iterator[None]:
     """While a run is in a folder, know it from another of the same name."""
-    _OURS[folder] = os.fstat(handle).st_ino
+    _OURS[folder] = os.fstat(handle)
     try:
         yield
     finally:
@@ -35,7 +35,7 @@ def ours(folder: Path, handle: int) -> Iterator[None]:
 
 def check_folder(folder: Path) -> None:
     """That the folder of a run is still there, and the same: it is not made anew, as it may have been another disk."""
-    if not folder.is_dir() or folder.stat().st_ino != _OURS.get(folder, folder.stat().st_ino):
+    if not folder.is_dir() or not os.path.samestat(folder.stat(), _OURS.get(folder, folder.stat())):
         raise FileNotFoundError(errno.ENOENT, "the run's folder has vanished", str(folder))
 
 

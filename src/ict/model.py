@@ -177,7 +177,7 @@ def pack_model(spec: ModelSpec, weights: dict[str, Tensor], origin: dict[str, An
     # One entry: safetensors writes several in random order, and the same model should be the same bytes.
     weights = {name: tensor.detach().cpu().resolve_neg().contiguous() for name, tensor in weights.items()}
     about = {"format": FORMAT, "spec": to_dict(spec), "origin": origin}
-    return safetensors.torch.save(weights, metadata={"ict": json.dumps({**about, "sha256": digest(about, weights)})})
+    return safetensors.torch.save(weights, metadata={"ict": json.dumps({**about, "digest": digest(about, weights)})})
 
 
 def digest(about: dict[str, Any], weights: dict[str, Tensor]) -> str:
@@ -206,7 +206,7 @@ def read_model(path: Path) -> tuple[ConsistencyModel, ModelSpec, dict[str, Any]]
         raise ConfigError(f"there is no model at {path}") from None
     except safetensors.SafetensorError as error:
         raise not_safetensors(path, error) from error
-    known = about.pop("sha256", None)  # older files have none
+    known = about.pop("digest", None)  # older files have none
     if known is not None and known != digest(about, weights):
         raise DamagedFile(f"{path} is damaged: it is not what was written; get or save it again")
     if not all(tensor.is_floating_point() and tensor.isfinite().all() for tensor in weights.values()):

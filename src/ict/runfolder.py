@@ -13,6 +13,7 @@ from pathlib import Path
 from ict.config import BOUNDS, Config, EvaluationConfig, SpeedConfig
 from ict.data import Images
 from ict.files import (
+    check_folder,
     holds_run,
     list_checkpoints,
     list_evidence,
@@ -32,8 +33,8 @@ from ict.training.checkpoint import Found, find_checkpoint
 def claim(folder: Path) -> Iterator[None]:
     """A folder that no other run may claim meanwhile; it is made, and taken away again if nothing came into it."""
     require(folder.is_dir() or not folder.exists(), f"{folder} is a file: choose another --out")
-    place = folder.resolve()
     try:
+        place = Path(os.path.realpath(folder))
         made = [path for path in (place, *place.parents) if not path.exists()]
         handle = lock(place)
     except UnicodeEncodeError as error:
@@ -43,7 +44,7 @@ def claim(folder: Path) -> Iterator[None]:
             yield
     finally:
         with contextlib.suppress(OSError):  # until one is not empty
-            for path in made:
+            for path in made if os.path.samestat(os.fstat(handle), place.stat()) else []:
                 path.rmdir()
         os.close(handle)
 
@@ -75,7 +76,8 @@ def not_text(error: UnicodeEncodeError) -> ConfigError:
 
 
 def open_folder(folder: Path, config: Config, images: Images, *, resume: bool, overwrite: bool) -> Found | None:
-    """Make a run's folder ready: a new one, an old one emptied of its run, or an old one to go on with."""
+    """Make a run's claimed folder ready: a new one, an old one emptied of its run, or an old one to go on with."""
+    check_folder(folder)
     try:
         text = to_toml(config).encode()
         require(len(str(folder.resolve()).encode()) > 0, "the folder needs a name")
@@ -152,7 +154,7 @@ def check_same(config: Config, found: Found, images: Images) -> None:
     )
     old, new = flatten(to_dict(from_dict(Config, found.manifest["recipe"]))), flatten(to_dict(config))
     coupled = {"training.accumulate"} if config.objective.coupling == "batch" else set()  # pieces are matched apart
-    moved = {"data.source", "data.split"} if same_images(found, images) else set()
+    moved = {"data.source", "data.split"} if same_images(found, images, config) else set()
     changed = [
         f"{key}: {old.get(key)!r} then, {new.get(key)!r} now"
         for key in sorted(old.keys() | new.keys())
@@ -165,16 +167,16 @@ def check_same(config: Config, found: Found, images: Images) -> None:
     )
 
 
-def same_images(found: Found, images: Images) -> bool | None:
-    """Whether a checkpoint was made on these images, of these classes; older ones do not know."""
-    known = found.manifest["extras"].get("images")
-    return None if known is None else known == identity(images)
+def same_images(found: Found, images: Images, config: Config) -> bool | None:
+    """Whether a checkpoint was made on these images; older ones do not know."""
+    known = found.manifest["extras"].get("identity")
+    return None if known is None else known == identity(images, classes=config.data.classes > 0)
 
 
-def identity(images: Images) -> str:
-    """SHA-256 of pixels, labels and the classes' names."""
-    labels = images.labels.cpu().contiguous().numpy().tobytes()
-    names = json.dumps(images.class_names).encode()
+def identity(images: Images, *, classes: bool) -> str:
+    """SHA-256 of pixels and, for a model that is told them, of labels and the classes' names."""
+    labels = images.labels.cpu().contiguous().numpy().tobytes() if classes else b""
+    names = json.dumps(images.class_names if classes else ()).encode()
     return hashlib.sha256(b"\0".join((images.checksum.encode(), names, labels))).hexdigest()
 
 

@@ -1,5 +1,6 @@
 """Images out of noise: one network call, or several (§2)."""
 
+import contextlib
 import itertools
 import math
 import operator
@@ -61,6 +62,7 @@ def whole(name: str, value: object) -> int:
 
 
 def check_count(n: int) -> None:
+    whole("n", n)
     require(1 <= n <= 10_000_000, f"n = {n}: ask for at least 1 image, and at most 10 million at a time")
 
 
@@ -222,8 +224,10 @@ def find_model(path: Path, *, ema: float | None = None) -> Path:
     require(path.exists(), f"there is no model at {path}: give a model file or the folder of a run")
     newest, finished = list_checkpoints(path), path / "model.safetensors"
     if ema is None and finished.is_file():
-        later = (one for one in reversed(newest) if step_of(one) > finished_at(finished))
-        return next((one / check_checkpoint(one)["model"] for one in later if is_whole(one)), finished)
+        for one in (one for one in reversed(newest) if step_of(one) > finished_at(finished)):
+            with contextlib.suppress(DamagedFile):
+                return one / check_checkpoint(one)["model"]
+        return finished
     folder = newest[-1] if newest else path
     require(
         bool(newest) or (path / MANIFEST).is_file(),
@@ -235,13 +239,6 @@ def find_model(path: Path, *, ema: float | None = None) -> Path:
     rates = manifest["recipe"]["training"]["ema"]
     require(ema in rates, f"ema = {ema}: {folder} has the rates {', '.join(map(str, sorted(rates)))}")
     return folder / average_name(ema)
-
-
-def is_whole(checkpoint: Path) -> bool:
-    try:
-        return bool(check_checkpoint(checkpoint))
-    except DamagedFile:
-        return False
 
 
 def finished_at(model: Path) -> float:

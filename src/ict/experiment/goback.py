@@ -8,7 +8,7 @@ from typing import Any
 
 from ict.data import batch_indices
 from ict.experiment.parts import Run, fresh_model
-from ict.files import step_name, write_atomically
+from ict.files import check_folder, step_name, write_atomically
 from ict.reading import ConfigError
 from ict.runfolder import step_back
 from ict.training.checkpoint import Found, find_checkpoint, restore
@@ -74,7 +74,8 @@ ATTEMPT = "attempt.json"
 def earlier(this: Run, before: int | None) -> Found | None:
     """The newest good checkpoint, or an older one than that; None where there is none."""
     for limit in (before, None):
-        with contextlib.suppress(ConfigError):
+        with contextlib.suppress(ConfigError, FileNotFoundError):
+            check_folder(this.folder)
             return find_checkpoint(this.folder, before=limit)
     return None
 

@@ -294,7 +294,7 @@ def announce(this: Run, plan: Plan, found: Found | None) -> None:
     done, _ = this.budget.progress(this.state.step, this.state.seconds)
     if done < plan.first and this.guard.state.counted and this.guard.state.kind == "":
         this.warn(f"the run is longer than it was and denoises again until {plan.when(plan.first)}")
-    if same_images(found, this.images) is False:
+    if same_images(found, this.images, config) is False:
         this.warn("the images are not those that the run has learned from so far")
     then, here = found.manifest["made_with"], surroundings(this.state)
     changed = ", ".join(f"{key} {then.get(key)} then and {here[key]} now" for key in here if then.get(key) != here[key])

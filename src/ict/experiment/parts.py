@@ -58,13 +58,13 @@ class Run:
         self.begun = self.state.step
         gather_optimiser(self.state.optimiser)
         if self.ranks.main:
-            extras = {"log": self.log.state(), "guard": self.guard.state.save(), "images": self.identity}
+            extras = {"log": self.log.state(), "guard": self.guard.state.save(), "identity": self.identity}
             self.saver.save(self.state, extras)
 
     @functools.cached_property
     def identity(self) -> str:
         """Of the images: a checkpoint says what it was made on."""
-        return identity(self.images)
+        return identity(self.images, classes=self.config.data.classes > 0)
 
     def sound(self) -> bool:
         """Whether the guard is calm and every weight a number."""
