@@ -153,11 +153,7 @@ def sample(
 
     generator = load(model, ema=ema, device=pick_device(device), precision=precision)
     check_count(count)
-    digits = max(5, len(str(count - 1)))
-    names = [f"{number:0{digits}d}.png" for number in range(count)]
-    other = [] if sheet or not out.is_dir() else sorted({path.name for path in out.glob("[!.]*")} - set(names))
-    some = ", ".join(other[:3]) + ", …" * (len(other) > 3)
-    require(not other, f"--out {out} holds other files ({some}): give an empty folder")
+    names = [] if sheet else single_files(out, count)
     turns = itertools.cycle([] if label is None else label.split(","))
     labels = [one.strip() for one in itertools.islice(turns, count)] or None
     with Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
@@ -173,6 +169,16 @@ def sample(
         for name, image in zip(names, images, strict=True):
             write_atomically(out / name, png(grid(image[None], scale=scale or 1)))
     print(f"{count} images: {out}")
+
+
+def single_files(folder: Path, count: int) -> list[str]:
+    """Names for so many images in a folder, which must not hold anything else: it may be scored as a whole."""
+    digits = max(5, len(str(count - 1)))
+    names = [f"{number:0{digits}d}.png" for number in range(count)]
+    other = sorted({path.name for path in folder.glob("[!.]*")} - set(names)) if folder.is_dir() else []
+    some = ", ".join(other[:3]) + ", …" * (len(other) > 3)
+    require(not other, f"--out {folder} holds other files ({some}): give an empty folder")
+    return names
 
 
 DataOption = Annotated[

@@ -224,7 +224,8 @@ def find_model(path: Path, *, ema: float | None = None) -> Path:
     require(path.exists(), f"there is no model at {path}: give a model file or the folder of a run")
     newest, finished = list_checkpoints(path), path / "model.safetensors"
     if ema is None and finished.is_file():
-        for one in (one for one in reversed(newest) if step_of(one) > finished_at(finished)):
+        ended = finished_at(finished)
+        for one in (one for one in reversed(newest) if step_of(one) > ended):
             with contextlib.suppress(DamagedFile):
                 return one / check_checkpoint(one)["model"]
         return finished
