@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from ict.reading import choose, parse_duration, require
+from ict.reading import parse_duration, require
 
 POINTS = (1, 2)  # pixels a side and channels of what is not an image: points of the plane
 NATURAL = {"digits": (8, 1), "cifar10": (32, 3), "imagenet64": (64, 3), "mixture2d": POINTS}  # of named sets
@@ -179,14 +179,6 @@ class ObjectiveConfig:
     def learns(self) -> str:
         """What a model trained so is: it decides how it is preconditioned and sampled."""
         return {"edm": "diffusion", "meanflow": "meanflow"}.get(self.kind, "consistency")
-
-    @property
-    def beside(self) -> int:
-        """What a training image costs beside its student, in network calls; a derivative along a path counts as two."""
-        derived = ("continuous", "sct", "meanflow")
-        if self.kind == "cd":
-            return 1 + choose("objective.solver", self.solver, {"euler": 1, "heun": 2})
-        return 0 if self.kind == "edm" else 2 if self.kind in derived else 1
 
 
 OPTIMISERS = {"radam": "RAdam", "muon": "Muon"}  # name in a recipe -> as it is written

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ict.config import ObjectiveConfig
 from ict.model import ConsistencyModel, ModelSpec, build_model
+from ict.objectives import find_method
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Cost:
 
     def training(self, objective: ObjectiveConfig) -> int:
         """Operations of one training image: the student there and back, and what the method calls beside it."""
-        return self.forward * (1 + objective.beside) + self.backward
+        return self.forward * (1 + sum(find_method(objective).beside(objective).values())) + self.backward
 
     def training_memory(self, averages: int, *, optimiser: str = "radam") -> int:
         """Bytes of float32 weights, gradients, what the optimiser keeps of each weight, and the averages.

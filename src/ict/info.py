@@ -12,7 +12,8 @@ from ict.cost import Cost, measure
 from ict.data.inspect import Inspection
 from ict.distance import huber_c
 from ict.model import ModelSpec, read_model
-from ict.reading import ConfigError, choose, to_dict
+from ict.objectives import find_method
+from ict.reading import ConfigError, to_dict
 from ict.sampling import DIFFUSION_STEPS
 from ict.training.budget import Budget
 from ict.training.plan import Plan
@@ -58,23 +59,10 @@ def describe_recipe(config: Config, *, tflops: float) -> Table:
     return _table(rows)
 
 
-# The keys of [objective] that each method looks at, beside coupling, and p_mean and p_std of a lognormal choice.
-GRID = ("curriculum", "s0", "s1", "index", "weighting", "distance", "teacher")
-USED = {
-    "ict": (*GRID, "score"),
-    "cd": (*GRID, "teacher_model", "solver"),
-    "ect": ("distance", "score", "stages", "q", "k", "b"),
-    "edm": (),
-    "continuous": ("s1", "index", "weighting", "distance"),
-    "sct": ("warmup", "floor", "power"),
-    "meanflow": ("power", "apart"),
-}
-
-
 def used_keys(config: Config) -> dict[str, object]:
     """The keys of [objective] that matter to a recipe, with what c comes to where it is left out."""
     objective = config.objective
-    used = {"kind", "coupling", *choose("objective.kind", objective.kind, USED)}
+    used = {"kind", "coupling", *find_method(objective).keys}
     if "index" not in used or objective.index != "uniform":
         used |= {"p_mean", "p_std"}
     if "distance" in used:
@@ -89,11 +77,8 @@ def used_keys(config: Config) -> dict[str, object]:
 
 def _beside(objective: ObjectiveConfig) -> str:
     """What a method computes beside the student, in words."""
-    if objective.kind == "edm":
-        return ""
-    if objective.kind == "cd":
-        return f", teacher forward, {objective.beside - 1} of the diffusion model"
-    return ", teacher forward" if objective.beside == 1 else ", a derivative along the path (counted as two calls)"
+    calls = find_method(objective).beside(objective).items()
+    return "".join(f", {what}" + (f" (counted as {count} calls)" if count > 1 else "") for what, count in calls)
 
 
 def describe_images(source: str, found: Inspection) -> Table:

@@ -1,9 +1,7 @@
 """What a step minimises: `(model, images, labels, step) -> Loss(per_sample, stats)`; the trainer takes the mean."""
 
-from collections.abc import Callable
-
-from ict.config import Config
-from ict.objectives.base import Loss, Objective, Phase, Step
+from ict.config import Config, ObjectiveConfig
+from ict.objectives.base import Loss, Method, Objective, Phase, Step
 from ict.objectives.continuous import ContinuousConsistencyTraining
 from ict.objectives.denoise_first import DenoiseFirst
 from ict.objectives.distillation import ConsistencyDistillation
@@ -14,7 +12,7 @@ from ict.objectives.meanflow import MeanFlow
 from ict.objectives.sct import SimplifiedConsistencyTraining
 from ict.reading import choose
 
-OBJECTIVES: dict[str, Callable[[Config], Objective]] = {
+OBJECTIVES: dict[str, type[Method]] = {
     "ict": ImprovedConsistencyTraining,
     "cd": ConsistencyDistillation,
     "ect": EasyConsistencyTuning,
@@ -25,9 +23,14 @@ OBJECTIVES: dict[str, Callable[[Config], Objective]] = {
 }
 
 
+def find_method(section: ObjectiveConfig) -> type[Method]:
+    """The class of a recipe's method."""
+    return choose("objective.kind", section.kind, OBJECTIVES)
+
+
 def build_objective(config: Config) -> Objective:
-    found = choose("objective.kind", config.objective.kind, OBJECTIVES)(config)
+    found = find_method(config.objective)(config)
     return DenoiseFirst(config, found) if config.objective.denoise else found
 
 
-__all__ = ["OBJECTIVES", "Loss", "Objective", "Phase", "Step", "build_objective"]
+__all__ = ["OBJECTIVES", "Loss", "Method", "Objective", "Phase", "Step", "build_objective", "find_method"]

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ict import rng
-from ict.config import NoiseConfig
+from ict.config import Config, NoiseConfig, ObjectiveConfig
 from ict.model import ConsistencyModel, spread
 from ict.objectives.coupling import couple
 from ict.rng import Stream
@@ -84,3 +84,27 @@ class Objective(Protocol):
     """
 
     def __call__(self, model: ConsistencyModel, images: Tensor, labels: Tensor | None, step: Step) -> Loss: ...
+
+
+class Method(Objective, Protocol):
+    """An objective that a recipe can name, and what a table of it has to say."""
+
+    # of [objective] that it looks at, less those that follow from another: c, mu0, p_std
+    keys: ClassVar[tuple[str, ...]]
+
+    def __init__(self, config: Config) -> None: ...
+
+    @staticmethod
+    def beside(section: ObjectiveConfig) -> dict[str, int]:
+        """What an image costs beside its student, in network calls; a derivative along a path counts as two."""
+        ...
+
+
+def one_teacher(section: ObjectiveConfig) -> dict[str, int]:
+    """Beside the student a teacher, whoever that is."""
+    return {"teacher forward": 1}
+
+
+def one_derivative(section: ObjectiveConfig) -> dict[str, int]:
+    """Beside the student a derivative in forward mode: the values, and how they change."""
+    return {"derivative along the path": 2}

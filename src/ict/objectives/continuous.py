@@ -14,6 +14,7 @@ scale of 16 training diverges, with 0.02 it does not.
 """
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from ict.config import Config
 from ict.distance import huber_c
 from ict.model import ConsistencyModel
 from ict.noise import LEVEL_QUANTILES, karras_gap
-from ict.objectives.base import Loss, Phase, Step, add_noise
+from ict.objectives.base import Loss, Phase, Step, add_noise, one_derivative
 from ict.objectives.tangent import derivative, pull, unwrapped
 from ict.reading import bind, choose, require
 from ict.rng import Stream
@@ -38,6 +39,9 @@ CURVATURES = {
 
 class ContinuousConsistencyTraining:
     """Gradient E[λ δ κ ⟨df/dσ, ∇_θ f⟩]; the loss that is shown is ½ λ δ κ ‖df/dσ‖²."""
+
+    keys: ClassVar[tuple[str, ...]] = ("s1", "index", "weighting", "distance")
+    beside = staticmethod(one_derivative)
 
     def __init__(self, config: Config):
         section, noise = config.objective, config.noise

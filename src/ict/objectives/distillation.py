@@ -2,20 +2,23 @@
 
 import functools
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ict.config import Config
+from ict.config import Config, ObjectiveConfig
 from ict.mixture import ExactDiffusion
 from ict.model import ConsistencyModel, read_model
-from ict.objectives.ict import ImprovedConsistencyTraining
+from ict.objectives.ict import GRID, ImprovedConsistencyTraining
 from ict.reading import ConfigError, choose, require
 from ict.solvers import SOLVERS
 
 
 class ConsistencyDistillation(ImprovedConsistencyTraining):
     """As consistency training, but x at σ_i comes from x at σ_{i+1} by one step of a solver on the teacher's ODE."""
+
+    keys: ClassVar[tuple[str, ...]] = (*GRID, "teacher_model", "solver")
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -34,6 +37,11 @@ class ConsistencyDistillation(ImprovedConsistencyTraining):
         if spec.kind != "diffusion":
             raise ConfigError(f"{self.path} is a {spec.kind} model: objective.teacher_model must be a diffusion model")
         return model.to(device).requires_grad_(False)
+
+    @staticmethod
+    def beside(section: ObjectiveConfig) -> dict[str, int]:
+        calls = choose("objective.solver", section.solver, {"euler": 1, "heun": 2})
+        return {"teacher forward": 1, "diffusion model forward": calls}
 
     def lower_side(
         self, images: Tensor, labels: Tensor | None, noisy: Tensor, low: Tensor, high: Tensor, z: Tensor

@@ -6,6 +6,7 @@ elsewhere.
 """
 
 import functools
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from ict.config import Config
 from ict.distance import DISTANCES
 from ict.model import ConsistencyModel
-from ict.objectives.base import Loss, Phase, Step, add_noise, within
+from ict.objectives.base import Loss, Phase, Step, add_noise, one_teacher, within
 from ict.objectives.score import DataScore, build_score, step_down
 from ict.reading import bind, choose
 from ict.weighting import denoising_weight
@@ -21,6 +22,9 @@ from ict.weighting import denoising_weight
 
 class EasyConsistencyTuning:
     """E[w(t) d(f_θ(x + t z, t), f_θ⁻(x + r z, r))], ln t ~ N(p_mean, p_std²), w = (t² + σ_d²) / (t σ_d)²."""
+
+    keys: ClassVar[tuple[str, ...]] = ("distance", "score", "stages", "q", "k", "b")
+    beside = staticmethod(one_teacher)
 
     def __init__(self, config: Config):
         self.config, self.section, self.noise = config, config.objective, config.noise

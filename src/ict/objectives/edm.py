@@ -3,9 +3,11 @@
 A model of it is sampled in many steps; it can teach a consistency model, or be where one starts.
 """
 
+from typing import ClassVar
+
 from torch import Tensor
 
-from ict.config import Config
+from ict.config import Config, ObjectiveConfig
 from ict.distance import squared_l2
 from ict.model import ConsistencyModel
 from ict.objectives.base import Loss, Phase, Step, add_noise, within
@@ -18,6 +20,8 @@ class Diffusion:
     A mean over the d numbers of an image, where EDM has their sum: RAdam's first steps follow the gradient as it is.
     """
 
+    keys: ClassVar[tuple[str, ...]] = ()
+
     def __init__(self, config: Config):
         self.section, self.noise = config.objective, config.noise
 
@@ -28,6 +32,10 @@ class Diffusion:
         denoised = model(add_noise(images, sigma, step.noise(images, sigma)), sigma, labels, step.keys())
         weight = denoising_weight(sigma, sigma_data=self.noise.sigma_data).float()
         return Loss(weight * squared_l2(denoised, images) / images[0].numel(), {}, sigma=sigma, output=denoised)
+
+    @staticmethod
+    def beside(section: ObjectiveConfig) -> dict[str, int]:
+        return {}
 
     def phase(self, step: Step) -> Phase:
         """The same from first to last."""

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,11 +14,13 @@ from ict.curriculum import CURRICULA
 from ict.distance import DISTANCES
 from ict.model import ConsistencyModel
 from ict.noise import INDEX_DISTRIBUTIONS, draw_pairs, karras_sigmas
-from ict.objectives.base import Loss, Phase, Step, add_noise
+from ict.objectives.base import Loss, Phase, Step, add_noise, one_teacher
 from ict.objectives.score import DataScore, build_score, step_down
 from ict.reading import bind, choose
 from ict.rng import Stream
 from ict.weighting import WEIGHTINGS
+
+GRID = ("curriculum", "s0", "s1", "index", "weighting", "distance", "teacher")  # keys of all methods with a grid
 
 
 class ImprovedConsistencyTraining:
@@ -25,6 +28,9 @@ class ImprovedConsistencyTraining:
 
     Each part can be exchanged for that of 2023; there θ⁻ is an average of θ, the step's target.
     """
+
+    keys: ClassVar[tuple[str, ...]] = (*GRID, "score")
+    beside = staticmethod(one_teacher)
 
     def __init__(self, config: Config):
         self.config = config

@@ -10,6 +10,8 @@ t and t − r, and the weight is 1 / (loss + 0.001)^p. What differs: images are 
 the paper has t = 1; and the paper's augmentation of CIFAR-10 is not here.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from ict import rng
 from ict.config import Config
 from ict.distance import squared_l2
 from ict.model import AverageVelocity, ConsistencyModel, flow_time, spread
-from ict.objectives.base import Loss, Phase, Step, add_noise
+from ict.objectives.base import Loss, Phase, Step, add_noise, one_derivative
 from ict.objectives.tangent import derivative, shown_as, unwrapped
 from ict.rng import Stream
 from ict.weighting import adaptive_weight
@@ -25,6 +27,9 @@ from ict.weighting import adaptive_weight
 
 class MeanFlow:
     """E[w ‖u_θ(z, r, t) − stopgrad(v − (t − r) du_θ/dt)‖²]; the loss that is shown is the root of its mean square."""
+
+    keys: ClassVar[tuple[str, ...]] = ("power", "apart")
+    beside = staticmethod(one_derivative)
 
     def __init__(self, config: Config):
         self.section, self.noise = config.objective, config.noise

@@ -23,18 +23,23 @@ the product cos t sin t inside of the derivative, warm-up, normalisation with 0.
   that changes c_out by σ_min / σ, 0.003 % at σ_max.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from ict.config import Config
 from ict.model import ConsistencyModel, scalings, spread
-from ict.objectives.base import Loss, Phase, Step, add_noise, within
+from ict.objectives.base import Loss, Phase, Step, add_noise, one_derivative, within
 from ict.objectives.tangent import derivative, shown_as, unwrapped
 from ict.weighting import adaptive_weight
 
 
 class SimplifiedConsistencyTraining:
     """E[w ‖F_θ − F_θ⁻ − g / (‖g‖ + floor)‖²], ln σ ~ N(p_mean, p_std²); the loss that is shown is ‖g‖ / √d."""
+
+    keys: ClassVar[tuple[str, ...]] = ("warmup", "floor", "power")
+    beside = staticmethod(one_derivative)
 
     def __init__(self, config: Config):
         self.section, self.noise = config.objective, config.noise
