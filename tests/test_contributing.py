@@ -10,6 +10,7 @@ from rich.console import Console
 
 from ict import weighting
 from ict.experiment import run
+from ict.info import describe_recipe
 from ict.model import ConsistencyModel
 from ict.objectives import OBJECTIVES, build_objective
 from ict.sampling import load
@@ -51,7 +52,11 @@ def test_the_example_of_a_new_objective_trains(tmp_path, monkeypatch):
     records = read_log(tmp_path / "run" / "log.jsonl")
     assert len(records) == 5 and all(record["loss"] > 0 and record["r"] > 0 for record in records)
 
+    console.print(describe_recipe(config, tflops=1))
+    assert "student forward and backward, teacher forward" in console.file.getvalue()
+    assert "kind halved, p_mean -1.1, p_std 2.0, coupling independent" in console.file.getvalue()
 
-def test_the_class_of_the_example_has_about_ten_lines():
+
+def test_the_class_of_the_example_has_about_a_dozen_lines():
     body = example("class HalvedLevels").partition('"""\n')[2]
-    assert len([line for line in body.splitlines() if line.strip()]) <= 11
+    assert len([line for line in body.splitlines() if line.strip()]) <= 13
