@@ -2,11 +2,15 @@ import io
 import subprocess
 import sys
 
+import pytest
 import torch
 from helpers import tiny_config
 from rich.console import Console
 
 from ict.bench import bench, table
+from ict.objectives.score import DataScore
+from ict.reading import ConfigError
+from ict.recipes import find_recipe, load_recipe
 
 
 def test_a_bench_measures_every_part_and_says_so():
@@ -24,6 +28,31 @@ def test_a_bench_measures_every_part_and_says_so():
     text = console.file.getvalue()
     for word in ("images/s", "TFLOP/s", "% of a large matrix product", "teacher", "samples in 2 steps"):
         assert word in text, word
+
+
+PARTS = {"edm": [], "ict": ["teacher"], "sct": ["derivative"], "meanflow": ["derivative"], "continuous": ["derivative"]}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_the_parts_are_those_that_a_method_has(kind):
+    net = {"intervals": True} if kind == "meanflow" else {}
+    config = tiny_config(net=net, objective={"kind": kind}, training={"batch": 4})
+    found = bench(config, torch.device("cpu"), batch=None, steps=2, say=lambda text: None)
+    update = ["optimiser and averages", "data", "the rest"]
+    assert list(found.parts) == ["noise", *PARTS[kind], "student", "backward", *update]
+
+
+def test_the_score_of_a_set_is_that_of_as_many_images_as_the_set_has(monkeypatch):
+    """With those of some batches alone a step would look faster than it is."""
+    seen = []
+    original = DataScore.noise
+    monkeypatch.setattr(DataScore, "noise", lambda self, *rest: seen.append(len(self.images)) or original(self, *rest))
+    config = tiny_config(objective={"score": "data", "denoise": 0.5}, training={"batch": 4})
+    found = bench(config, torch.device("cpu"), batch=None, steps=2, say=lambda text: None)
+    assert set(seen) == {1797} and found.parts["score of 1,797 images"] > 0
+    large = load_recipe(find_recipe("imagenet64-ict"), ["objective.score=data", "data.classes=0"])
+    with pytest.raises(ConfigError, match=r"whole training set in memory, 58\.6 GiB"):  # before it is made
+        bench(large, torch.device("cpu"), batch=None, steps=2, say=lambda text: None)
 
 
 def test_the_command_takes_any_recipe_and_refuses_nonsense():

@@ -14,6 +14,9 @@ from ict.cost import measure
 from ict.data import Images, batch_indices
 from ict.data.feed import open_feed
 from ict.model import ConsistencyModel, ModelSpec, build_model
+from ict.objectives import find_method
+from ict.objectives.score import require_room, step_down
+from ict.objectives.tangent import derivative, unwrapped
 from ict.precision import HALF, pick_precision
 from ict.ranks import ALONE
 from ict.sampling import DIFFUSION_STEPS, Generator
@@ -28,6 +31,7 @@ from ict.training.update import Update
 Stage = Callable[[str], None]
 WARM = 10  # steps before the clock starts: kernels are compiled, a step is recorded, RAdam begins to adapt
 ENDLESS = 10**9
+SIZES = {"digits": 1797, "cifar10": 50_000, "imagenet64": 1_281_167}  # of named sets; others are taken for 50,000
 
 
 @dataclass(kw_only=True)
@@ -76,7 +80,9 @@ def bench_steps(
 ) -> tuple[Bench, ConsistencyModel, Images, ModelSpec]:
     """Whole training steps of a recipe, and what they were taken with; `peak` is the ceiling where it is known."""
     batch = config.training.batch
-    images = random_images(config, count=max(batch, min(4 * batch, 8192)))
+    seen = set_size(config)
+    require_room(seen * config.data.channels * config.data.image_size**2, device)
+    images = random_images(config, count=max(batch, seen or min(4 * batch, 8192)))
     spec = ModelSpec.from_config(config, images.class_names)
     levels = config.objective.s1 + 1 if has_grid(config.objective.kind) else None
     precision = pick_precision(config.speed.precision, device, levels=levels)
@@ -140,6 +146,13 @@ def time_parts(
         with torch.no_grad():
             model(x + z, sigma, y, key)
 
+    def tangent() -> None:
+        plain = unwrapped(model)
+        derivative(lambda x, s: plain(x, s, y, key), (x + z, sigma), (z, torch.ones_like(sigma)))
+
+    def score() -> None:
+        step_down(passes.objective.score, x, y, x + z, sigma, sigma, z)  # type: ignore
+
     def student() -> None:
         model(x + z, sigma, y, key)
 
@@ -149,7 +162,15 @@ def time_parts(
         model(x + z, sigma, y, key).float().square().mean().backward()
 
     model.train()
-    works = {"noise": draw, "teacher": teacher, "student": student, "backward": both_ways}
+    seen, beside = set_size(config), find_method(config.objective).beside(config.objective)
+    works = {
+        "noise": draw,
+        **({f"score of {seen:,} images": score} if seen else {}),
+        **({"teacher": teacher} if "teacher forward" in beside else {}),
+        **({"derivative": tangent} if "derivative along the path" in beside else {}),
+        "student": student,
+        "backward": both_ways,
+    }
     found = {}
     for name, work in works.items():
         found[name] = count * timed(recorded(work, config, device), device, repeats=repeats)
@@ -242,6 +263,11 @@ def random_images(config: Config, *, count: int) -> Images:
         labels=torch.randint(0, max(1, data.classes), (count,), generator=generator),
         class_names=tuple(map(str, range(max(1, data.classes)))),
     )
+
+
+def set_size(config: Config) -> int:
+    """How many images a step looks at beside its batch: the whole set where its score is asked for, else none."""
+    return SIZES.get(config.data.source, 50_000) if config.objective.score == "data" else 0
 
 
 def machine(device: torch.device) -> str:

@@ -30,12 +30,7 @@ class DataScore:
     """
 
     def __init__(self, pixels: Tensor, labels: Tensor | None, device: torch.device, *, flip: bool):
-        size, room = 4 * pixels.numel(), SHARE * free_memory(device) if device.type == "cuda" else HOST
-        require(
-            size <= room,
-            f'objective.score = "data" needs the whole training set in memory, {size / 2**30:.1f} GiB, which is too '
-            'much here: use objective.score = "sample"',
-        )
+        require_room(pixels.numel(), device)
         numbers = pixels[0].numel()
         self.flip, self.labels = flip, None if labels is None else labels.to(device)
         self.lowest = ROUNDED * numbers**0.25 if device.type == "cuda" else 0.0
@@ -62,6 +57,16 @@ class DataScore:
         mean = means[0] + means[1].flip(-1) if self.flip else means[0]
         own = (weights.amax(dim=1) > CERTAIN) | (sigma < self.lowest)
         return torch.where(own[:, None, None, None], z, (noisy - mean) / spread(sigma, noisy))
+
+
+def require_room(numbers: int, device: torch.device) -> None:
+    """That a set of so many numbers may be kept."""
+    size, room = 4 * numbers, SHARE * free_memory(device) if device.type == "cuda" else HOST
+    require(
+        size <= room,
+        f'objective.score = "data" needs the whole training set in memory, {size / 2**30:.1f} GiB, which is too '
+        'much here: use objective.score = "sample"',
+    )
 
 
 def build_score(config: Config, pixels: Tensor, labels: Tensor, device: torch.device) -> DataScore | None:
