@@ -7,7 +7,7 @@ The reader, a classifier of five convolutions, is trained in minutes and kept in
 1M parameters, Muon, the exact score of the set, N from 11 to 161; 800 steps of 64 take about ten minutes of one core.
 Printed: Fréchet distance by the reader's features of 4,000 samples in one step and in two, and of the model's
 answers to 2,000 real images with noise of some levels. The reader is small and was trained on the same images, and has
-been wrong: with --inception also KID by Inception of 1,200 samples against 3,000 images (20 minutes more).
+been wrong: with --inception also KID by Inception of 1,200 samples against 3,000 images (some minutes more each).
 """
 
 import argparse
@@ -98,16 +98,16 @@ def main() -> None:
     parser.add_argument("steps", type=int)
     parser.add_argument("changes", nargs="*", default=["as it is:"])
     parser.add_argument("--inception", type=Path)
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     large = load_images(DataConfig(source="cifar10", path=given.cifar10, image_size=32, channels=3))
     pixels = F.avg_pool2d(large.pixels.float(), 2).round().to(torch.uint8)
     images = Images(pixels=pixels, labels=large.labels, class_names=large.class_names)
+    judge = Judge(given.inception, pixels[10_000:13_000]) if given.inception else None
     reader = open_reader(given.reader, images)
     torch.set_num_threads(1)
     real = reader.moments(pixels)
     print(f"4,000 real images: {frechet_distance(reader.moments(pixels[:4000]), real):.3f}", flush=True)
     noise = torch.randn(2000, *images.shape, generator=torch.Generator().manual_seed(1))
-    judge = Judge(given.inception, pixels[10_000:13_000]) if given.inception else None
     for change in given.changes:
         name, _, keys = change.partition(":")
         config = load_recipe(find_recipe("digits"), [*BASE.split(), f"training.steps={given.steps}", *keys.split()])

@@ -8,6 +8,7 @@ from helpers import tiny_config
 from rich.console import Console
 
 from ict.bench import bench, table
+from ict.model import ModelSpec, build_model, pack_model
 from ict.objectives.score import DataScore
 from ict.reading import ConfigError
 from ict.recipes import find_recipe, load_recipe
@@ -30,13 +31,20 @@ def test_a_bench_measures_every_part_and_says_so():
         assert word in text, word
 
 
-PARTS = {"edm": [], "ict": ["teacher"], "sct": ["derivative"], "meanflow": ["derivative"], "continuous": ["derivative"]}
+PARTS = {
+    "edm": [], "ict": ["teacher"], "ect": ["teacher"], "cd": ["diffusion model", "teacher"],
+    "sct": ["derivative"], "meanflow": ["derivative"], "continuous": ["derivative"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", PARTS)
-def test_the_parts_are_those_that_a_method_has(kind):
-    net = {"intervals": True} if kind == "meanflow" else {}
-    config = tiny_config(net=net, objective={"kind": kind}, training={"batch": 4})
+def test_the_parts_are_those_that_a_method_has(kind, tmp_path):
+    net, keys = {"intervals": True} if kind == "meanflow" else {}, {}
+    if kind == "cd":
+        spec = ModelSpec.from_config(tiny_config(data={"classes": 0}, objective={"kind": "edm"}), ())
+        (tmp_path / "diffusion").write_bytes(pack_model(spec, build_model(spec).state_dict(), {}))
+        keys = {"teacher_model": str(tmp_path / "diffusion")}
+    config = tiny_config(net=net, objective={"kind": kind, **keys}, training={"batch": 4})
     found = bench(config, torch.device("cpu"), batch=None, steps=2, say=lambda text: None)
     update = ["optimiser and averages", "data", "the rest"]
     assert list(found.parts) == ["noise", *PARTS[kind], "student", "backward", *update]
@@ -50,6 +58,7 @@ def test_the_score_of_a_set_is_that_of_as_many_images_as_the_set_has(monkeypatch
     config = tiny_config(objective={"score": "data", "denoise": 0.5}, training={"batch": 4})
     found = bench(config, torch.device("cpu"), batch=None, steps=2, say=lambda text: None)
     assert set(seen) == {1797} and found.parts["score of 1,797 images"] > 0
+    monkeypatch.setattr("ict.bench.random_images", None)
     large = load_recipe(find_recipe("imagenet64-ict"), ["objective.score=data", "data.classes=0"])
     with pytest.raises(ConfigError, match=r"whole training set in memory, 58\.6 GiB"):  # before it is made
         bench(large, torch.device("cpu"), batch=None, steps=2, say=lambda text: None)

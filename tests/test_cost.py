@@ -146,5 +146,6 @@ def test_info_shows_what_c_comes_to_and_nothing_that_is_switched_off():
         "score": "sample", "coupling": "independent", "teacher": "student",
     }  # fmt: skip
     keys = {"coupling": "batch", "distance": "lpips", "teacher": "ema", "index": "uniform"}
+    assert "p_mean" in used_keys(tiny_config(objective={"index": "uniform", "denoise": 0.5}))  # levels to denoise
     other = set(used_keys(tiny_config(data={"classes": 0}, objective=keys)))
     assert {"couple_above", "lpips_net", "mu0"} < other and not {"c", "p_mean", "p_std"} & other

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ict.config import Config
 from ict.cost import measure
-from ict.data import Images, batch_indices
+from ict.data import Images, batch_indices, mixture2d
 from ict.data.feed import open_feed
 from ict.model import ConsistencyModel, ModelSpec, build_model
 from ict.objectives import find_method
-from ict.objectives.score import require_room, step_down
+from ict.objectives.base import DERIVATIVE, DIFFUSION, TEACHER
+from ict.objectives.score import require_room
 from ict.objectives.tangent import derivative, unwrapped
 from ict.precision import HALF, pick_precision
 from ict.ranks import ALONE
@@ -31,7 +32,9 @@ from ict.training.update import Update
 Stage = Callable[[str], None]
 WARM = 10  # steps before the clock starts: kernels are compiled, a step is recorded, RAdam begins to adapt
 ENDLESS = 10**9
-SIZES = {"digits": 1797, "cifar10": 50_000, "imagenet64": 1_281_167}  # of named sets; others are taken for 50,000
+# Images of named sets, and of the rest.
+SIZES = {"digits": 1797, "cifar10": 50_000, "imagenet64": 1_281_167, "mixture2d": mixture2d.COUNT}
+OTHERS = 50_000
 
 
 @dataclass(kw_only=True)
@@ -150,8 +153,9 @@ def time_parts(
         plain = unwrapped(model)
         derivative(lambda x, s: plain(x, s, y, key), (x + z, sigma), (z, torch.ones_like(sigma)))
 
-    def score() -> None:
-        step_down(passes.objective.score, x, y, x + z, sigma, sigma, z)  # type: ignore
+    def lower_side() -> None:
+        with torch.no_grad():
+            method.lower_side(x, y, x + z, 0.9 * sigma, sigma, z)  # type: ignore
 
     def student() -> None:
         model(x + z, sigma, y, key)
@@ -162,12 +166,14 @@ def time_parts(
         model(x + z, sigma, y, key).float().square().mean().backward()
 
     model.train()
-    seen, beside = set_size(config), find_method(config.objective).beside(config.objective)
+    method = getattr(passes.objective, "then", passes.objective)  # which follows a warm-up
+    beside = find_method(config.objective).beside(config.objective)
     works = {
         "noise": draw,
-        **({f"score of {seen:,} images": score} if seen else {}),
-        **({"teacher": teacher} if "teacher forward" in beside else {}),
-        **({"derivative": tangent} if "derivative along the path" in beside else {}),
+        **({f"score of {len(images):,} images": lower_side} if set_size(config) else {}),
+        **({"diffusion model": lower_side} if DIFFUSION in beside else {}),
+        **({"teacher": teacher} if TEACHER in beside else {}),
+        **({"derivative": tangent} if DERIVATIVE in beside else {}),
         "student": student,
         "backward": both_ways,
     }
@@ -267,7 +273,7 @@ def random_images(config: Config, *, count: int) -> Images:
 
 def set_size(config: Config) -> int:
     """How many images a step looks at beside its batch: the whole set where its score is asked for, else none."""
-    return SIZES.get(config.data.source, 50_000) if config.objective.score == "data" else 0
+    return SIZES.get(config.data.source, OTHERS) if config.objective.score == "data" else 0
 
 
 def machine(device: torch.device) -> str:

@@ -63,7 +63,7 @@ def used_keys(config: Config) -> dict[str, object]:
     """The keys of [objective] that matter to a recipe, with what c comes to where it is left out."""
     objective = config.objective
     used = {"kind", "coupling", *find_method(objective).keys}
-    if "index" not in used or objective.index != "uniform":
+    if "index" not in used or objective.index != "uniform" or objective.denoise:
         used |= {"p_mean", "p_std"}
     if "distance" in used:
         used |= {"pseudo_huber": {"c"}, "lpips": {"lpips_net", "lpips_weights"}}.get(objective.distance, set())

@@ -89,22 +89,27 @@ class Objective(Protocol):
 class Method(Objective, Protocol):
     """An objective that a recipe can name, and what a table of it has to say."""
 
-    # of [objective] that it looks at, less those that follow from another: c, mu0, p_std
-    keys: ClassVar[tuple[str, ...]]
+    keys: ClassVar[tuple[str, ...]]  # of [objective] that it looks at, beside those that `info.used_keys` adds
 
     def __init__(self, config: Config) -> None: ...
 
     @staticmethod
     def beside(section: ObjectiveConfig) -> dict[str, int]:
-        """What an image costs beside its student, in network calls; a derivative along a path counts as two."""
+        """What an image costs beside its student, in calls of such a net; a derivative along a path counts as two.
+
+        `ict bench` times what is called TEACHER, DERIVATIVE or DIFFUSION; any other is in what it calls the rest.
+        """
         ...
+
+
+TEACHER, DERIVATIVE, DIFFUSION = "teacher forward", "derivative along the path", "diffusion model forward"
 
 
 def one_teacher(section: ObjectiveConfig) -> dict[str, int]:
     """Beside the student a teacher, whoever that is."""
-    return {"teacher forward": 1}
+    return {TEACHER: 1}
 
 
 def one_derivative(section: ObjectiveConfig) -> dict[str, int]:
     """Beside the student a derivative in forward mode: the values, and how they change."""
-    return {"derivative along the path": 2}
+    return {DERIVATIVE: 2}

@@ -13,7 +13,6 @@ from ict.config import Config
 from ict.model import ConsistencyModel
 from ict.objectives.base import Loss, Objective, Phase, Step
 from ict.objectives.edm import Diffusion
-from ict.objectives.score import DataScore
 
 
 class DenoiseFirst:
@@ -32,10 +31,6 @@ class DenoiseFirst:
     def see(self, pixels: Tensor, labels: Tensor, device: torch.device) -> None:
         if hasattr(self.then, "see"):
             self.then.see(pixels, labels, device)  # type: ignore
-
-    @property
-    def score(self) -> DataScore | None:
-        return getattr(self.then, "score", None)
 
     def phase(self, step: Step) -> Phase | None:
         method, step = self.find(step)

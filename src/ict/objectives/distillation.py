@@ -10,6 +10,7 @@ from torch import Tensor
 from ict.config import Config, ObjectiveConfig
 from ict.mixture import ExactDiffusion
 from ict.model import ConsistencyModel, read_model
+from ict.objectives.base import DIFFUSION, TEACHER
 from ict.objectives.ict import GRID, ImprovedConsistencyTraining
 from ict.reading import ConfigError, choose, require
 from ict.solvers import SOLVERS
@@ -41,7 +42,7 @@ class ConsistencyDistillation(ImprovedConsistencyTraining):
     @staticmethod
     def beside(section: ObjectiveConfig) -> dict[str, int]:
         calls = choose("objective.solver", section.solver, {"euler": 1, "heun": 2})
-        return {"teacher forward": 1, "diffusion model forward": calls}
+        return {TEACHER: 1, DIFFUSION: calls}
 
     def lower_side(
         self, images: Tensor, labels: Tensor | None, noisy: Tensor, low: Tensor, high: Tensor, z: Tensor

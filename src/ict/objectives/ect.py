@@ -45,12 +45,18 @@ class EasyConsistencyTuning:
         noisy = add_noise(images, t, z)
         student = model(noisy, t, labels, key)
         with torch.no_grad():
-            lower = step_down(self.score, images, labels, noisy, r, t, z)
+            lower = self.lower_side(images, labels, noisy, r, t, z)
             teacher = model(lower, r, labels, key)
         weight = denoising_weight(t, sigma_data=self.noise.sigma_data)
         return Loss(
             weight.to(student.dtype) * self.distance(student, teacher), dict(phase.figures), sigma=t, output=student
         )
+
+    def lower_side(
+        self, images: Tensor, labels: Tensor | None, noisy: Tensor, low: Tensor, high: Tensor, z: Tensor
+    ) -> Tensor:
+        """x at the lower level, as in `ict`."""
+        return step_down(self.score, images, labels, noisy, low, high, z)
 
     def see(self, pixels: Tensor, labels: Tensor, device: torch.device) -> None:
         """What the method wants to know of the training set."""
