@@ -11,6 +11,7 @@ from helpers import tiny_config
 from rich.console import Console
 
 from ict import rng
+from ict.bench import bench
 from ict.data import Images, batch_indices, load_images
 from ict.data.feed import open_feed
 from ict.data.images import PixelFile
@@ -51,6 +52,16 @@ def model_of(**net):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     return config, model
+
+
+PARTS = {"score of 1,797 images": {"score": "data"}, "teacher": {"kind": "ect"}, "derivative": {"kind": "sct"}}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_bench_times_the_parts_of_a_recorded_step(part):
+    config = tiny_config(data={"classes": 0}, objective=PARTS[part], training={"batch": 8, "deterministic": False})
+    found = bench(config, torch.device("cuda"), batch=None, steps=20, say=lambda text: None)
+    assert 0 < found.parts[part] < 2 * found.step
 
 
 def test_noise_is_the_cpus():

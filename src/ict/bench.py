@@ -226,8 +226,11 @@ def recorded(work: Callable[[], object], config: Config, device: torch.device) -
         work()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            work()
+    except Exception:  # whatever it is: a step that has this part is not recorded either
+        return work
     return graph.replay
 
 
