@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from ict.config import DataConfig
 from ict.data import Images, load_images
 from ict.evaluation.features import inception
+from ict.evaluation.judge import look
 from ict.evaluation.metrics import Moments, MomentSum, frechet_distance, kernel_distance
 from ict.model import ModelSpec, build_model
 from ict.pixels import to_float, to_uint8
@@ -61,13 +62,10 @@ class Judge:
 
     def __init__(self, weights: Path, real: Tensor):
         self.net = inception(weights, torch.device("cpu"))
-        self.real = self.features(real)
-
-    def features(self, pixels: Tensor) -> Tensor:
-        return torch.cat([self.net(block)[0] for block in pixels.split(100)])
+        self.real = look(real.split(100), self.net).features
 
     def __call__(self, pixels: Tensor) -> str:
-        mean, deviation = kernel_distance(self.real, self.features(pixels))
+        mean, deviation = kernel_distance(self.real, look(pixels.split(100), self.net).features)
         return f"{1000 * mean:.1f} ± {1000 * deviation:.1f}"
 
 

@@ -14,7 +14,7 @@ from ict.config import Config, NoiseConfig
 from ict.data import load_images
 from ict.experiment import run
 from ict.files import step_name
-from ict.model import ConsistencyModel, scalings
+from ict.model import ConsistencyModel, ModelSpec, build_model, pack_model, scalings
 from ict.objectives import Step
 from ict.pixels import to_uint8
 from ict.reading import from_dict
@@ -49,6 +49,14 @@ def write_tar(path: Path, files: list[tuple[str, bytes]], mode: str = "w") -> Pa
             member = tarfile.TarInfo(name)
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+def diffusion_file(folder: Path) -> Path:
+    """An untrained diffusion model of grey images of 8×8 pixels, without classes."""
+    spec = ModelSpec(image_size=8, channels=1, kind="diffusion", net=tiny_config().net)
+    path = folder / "diffusion.safetensors"
+    path.write_bytes(pack_model(spec, build_model(spec).state_dict(), {}))
     return path
 
 

@@ -4,11 +4,10 @@ import sys
 
 import pytest
 import torch
-from helpers import tiny_config
+from helpers import diffusion_file, tiny_config
 from rich.console import Console
 
 from ict.bench import bench, table
-from ict.model import ModelSpec, build_model, pack_model
 from ict.objectives.score import DataScore
 from ict.reading import ConfigError
 from ict.recipes import find_recipe, load_recipe
@@ -39,11 +38,8 @@ PARTS = {
 
 @pytest.mark.parametrize("kind", PARTS)
 def test_the_parts_are_those_that_a_method_has(kind, tmp_path):
-    net, keys = {"intervals": True} if kind == "meanflow" else {}, {}
-    if kind == "cd":
-        spec = ModelSpec.from_config(tiny_config(data={"classes": 0}, objective={"kind": "edm"}), ())
-        (tmp_path / "diffusion").write_bytes(pack_model(spec, build_model(spec).state_dict(), {}))
-        keys = {"teacher_model": str(tmp_path / "diffusion")}
+    net = {"intervals": True} if kind == "meanflow" else {}
+    keys = {"teacher_model": str(diffusion_file(tmp_path))} if kind == "cd" else {}
     config = tiny_config(net=net, objective={"kind": kind, **keys}, training={"batch": 4})
     found = bench(config, torch.device("cpu"), batch=None, steps=2, say=lambda text: None)
     update = ["optimiser and averages", "data", "the rest"]

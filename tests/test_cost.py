@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import step_of, tiny_config
+from helpers import diffusion_file, step_of, tiny_config
 from rich.console import Console
 from torch.autograd import forward_ad
 
 from ict.config import Config, ObjectiveConfig
 from ict.cost import measure, meta_model
 from ict.info import describe_recipe, used_keys
-from ict.model import ModelSpec, build_model, pack_model
+from ict.model import ModelSpec, build_model
 from ict.nets.unet import UNet
 from ict.objectives import OBJECTIVES, build_objective
 from ict.recipes import find_recipe, load_recipe
@@ -90,12 +90,9 @@ def take_a_step(kind: str, folder: Path) -> tuple[Config, Counter, set[str]]:
     """A step of a method: its recipe, how often which net was called (a derivative is two calls), the keys it read."""
     learns = {"edm": "diffusion", "meanflow": "meanflow"}.get(kind, "consistency")
     net = {"net": {"intervals": learns == "meanflow", "dropout": 0.0}, "data": {"classes": 0}}
-    diffusion = ModelSpec(image_size=8, channels=1, kind="diffusion", net=tiny_config().net)
-    file = folder / "diffusion.safetensors"
     keys: dict[str, Any] = {"kind": kind.split()[0], "solver": "euler" if "euler" in kind else "heun"}
     if keys["kind"] == "cd":
-        file.write_bytes(pack_model(diffusion, build_model(diffusion).state_dict(), {}))
-        keys["teacher_model"] = str(file)
+        keys["teacher_model"] = str(diffusion_file(folder))
     config = tiny_config(**net, objective=keys)
     watched = Watched(**vars(config.objective))
     model = build_model(ModelSpec.from_config(config, ()))

@@ -17,7 +17,7 @@ from ict.model import ConsistencyModel, ModelSpec, build_model
 from ict.objectives import find_method
 from ict.objectives.base import DERIVATIVE, DIFFUSION, TEACHER
 from ict.objectives.score import require_room
-from ict.objectives.tangent import derivative, unwrapped
+from ict.objectives.tangent import derivative
 from ict.precision import HALF, pick_precision
 from ict.ranks import ALONE
 from ict.sampling import DIFFUSION_STEPS, Generator
@@ -150,8 +150,7 @@ def time_parts(
             model(x + z, sigma, y, key)
 
     def tangent() -> None:
-        plain = unwrapped(model)
-        derivative(lambda x, s: plain(x, s, y, key), (x + z, sigma), (z, torch.ones_like(sigma)))
+        derivative(lambda x, s: model(x, s, y, key), (x + z, sigma), (z, torch.ones_like(sigma)))
 
     def lower_side() -> None:
         with torch.no_grad():

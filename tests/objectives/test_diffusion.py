@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import gaussian_model, step_of, tiny_config
+from helpers import diffusion_file, gaussian_model, step_of, tiny_config
 from rich.console import Console
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -226,9 +226,7 @@ def test_a_run_that_goes_back_to_its_start_goes_back_to_the_model_it_started_fro
 
 
 def test_the_command_line_knows_a_diffusion_model(tmp_path):
-    spec = ModelSpec(image_size=8, channels=1, kind="diffusion", net=tiny_config().net)
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(pack_model(spec, build_model(spec).state_dict(), {}))
+    path = diffusion_file(tmp_path)
     said = CliRunner().invoke(app, ["info", str(path)]).output
     assert "diffusion" in said and "18 of Heun's method" in said and "two steps" not in said
     drawn = CliRunner().invoke(app, ["sample", str(path), "-n", "2", "--out", str(tmp_path / "two.png")])

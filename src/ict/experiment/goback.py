@@ -9,12 +9,13 @@ from typing import Any
 from ict.data import batch_indices
 from ict.experiment.parts import Run, fresh_model
 from ict.files import check_folder, step_name, write_atomically
+from ict.ranks import Ranks
 from ict.reading import ConfigError
 from ict.runfolder import step_back
 from ict.training.checkpoint import Found, find_checkpoint, restore
-from ict.training.guard import BINS, GuardState
-from ict.training.log import TrainingFailed
-from ict.training.loop import draw_seed, reset
+from ict.training.guard import BINS, Guard, GuardState
+from ict.training.log import RunLog, TrainingFailed
+from ict.training.loop import TrainState, draw_seed, reset
 
 
 def go_back(this: Run) -> None:
@@ -42,9 +43,7 @@ def go_back(this: Run) -> None:
         this.log.resume({"count": 0, "loss": 0.0, "gradient": 0.0}, 0)
         this.guard.forget(GuardState())
     else:
-        restore(state, found, ranks=this.ranks)
-        this.log.resume(found.manifest["extras"]["log"], state.step)
-        this.guard.forget(guard_of(found))
+        pick_up(found, state, this.log, this.guard, this.ranks)
     if this.ranks.main and found is not None:
         this.write("what lies beyond", lambda: step_back(this.folder, found))
     state.attempt, this.begun, this.returned = attempt, state.step, state.step
@@ -54,6 +53,13 @@ def go_back(this: Run) -> None:
     place = f"step {state.step:,}" if found is not None else "the start, as nothing was saved yet"
     where = f"; the evidence is in {file}" if told else ""
     this.warn(f"{why}. Going back to {place}, with another order of the data{where}")
+
+
+def pick_up(found: Found, state: TrainState, log: RunLog, guard: Guard, ranks: Ranks) -> None:
+    """Put the parts of a run where they were when a checkpoint was made."""
+    restore(state, found, ranks=ranks)
+    log.resume(found.manifest["extras"]["log"], state.step)
+    guard.forget(guard_of(found))
 
 
 def write_attempt(folder: Path, attempt: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ict.config import BOUNDS, Config
+from ict.config import BOUNDS, Config, TrainingConfig
 from ict.data import Images, load_images
 from ict.device import pick_device
 from ict.display import DataProgress, LastingConsole, TrainingDisplay, format_time
@@ -18,7 +18,7 @@ from ict.evaluation.evaluate import open_judge
 from ict.evaluation.judge import Judge
 from ict.evaluation.records import read_records
 from ict.evaluation.report import write_report
-from ict.experiment.goback import go_back, guard_of, read_attempt
+from ict.experiment.goback import go_back, pick_up, read_attempt
 from ict.experiment.parts import Run, fresh_model, warn_on
 from ict.files import check_folder, explain, holds_run, list_checkpoints, write_atomically
 from ict.model import ModelSpec, pack_model
@@ -26,7 +26,7 @@ from ict.ranks import ALONE, Ranks, device_of_rank, join_ranks
 from ict.reading import ConfigError, require, to_dict
 from ict.runfolder import claim, leftovers, open_folder, same_images
 from ict.training.budget import Budget
-from ict.training.checkpoint import Found, restore, surroundings
+from ict.training.checkpoint import Found, surroundings
 from ict.training.guard import Guard
 from ict.training.interrupt import Interrupt, Stopped
 from ict.training.log import RunLog, TrainingFailed
@@ -73,12 +73,7 @@ def run_on(
     console: Console,
 ) -> Path:
     """What each rank of a run does."""
-    pieces = ranks.count * config.training.accumulate
-    require(
-        config.training.batch % pieces == 0,
-        f"training.batch = {config.training.batch} cannot be shared among {ranks.count} ranks in "
-        f"{config.training.accumulate} pieces each: use a multiple of {pieces}",
-    )
+    check_shares(config.training, ranks)
     if resume == "auto":
         resume, overwrite = decide(folder)
     resume, overwrite = ranks.from_main((bool(resume), overwrite))
@@ -110,9 +105,7 @@ def run_on(
         warn=warn,
     )
     if found is not None:
-        restore(state, found, ranks=ranks)
-        log.resume(found.manifest["extras"]["log"], state.step)
-        guard.forget(guard_of(found))
+        pick_up(found, state, log, guard, ranks)
         state.attempt = ranks.from_main(max(state.attempt, read_attempt(folder)))
     this = Run(
         config=config, folder=folder, images=images, spec=spec, state=state, budget=budget, log=log, guard=guard,
@@ -125,6 +118,16 @@ def run_on(
         finish(this)
     ranks.wait()
     return folder / "model.safetensors"
+
+
+def check_shares(training: TrainingConfig, ranks: Ranks) -> None:
+    """That a batch can be cut into equal pieces for all ranks."""
+    pieces = ranks.count * training.accumulate
+    require(
+        training.batch % pieces == 0,
+        f"training.batch = {training.batch} cannot be shared among {ranks.count} ranks in "
+        f"{training.accumulate} pieces each: use a multiple of {pieces}",
+    )
 
 
 def decide(folder: Path) -> tuple[bool, bool]:
