@@ -1,13 +1,15 @@
 import io
+import itertools
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 from helpers import diffusion_file, tiny_config
 from rich.console import Console
 
-from ict.bench import bench, table
+from ict.bench import WARM, bench, bench_steps, table
 from ict.objectives.score import DataScore
 from ict.reading import ConfigError
 from ict.recipes import find_recipe, load_recipe
@@ -28,6 +30,15 @@ def test_a_bench_measures_every_part_and_says_so():
     text = console.file.getvalue()
     for word in ("images/s", "TFLOP/s", "% of a large matrix product", "teacher", "samples in 2 steps"):
         assert word in text, word
+
+
+@pytest.mark.parametrize("steps", [3, 6, 20])
+def test_what_happens_once_among_the_steps_does_not_count(steps, monkeypatch):
+    """A kernel that is compiled late, say."""
+    pauses = itertools.chain([0.0] * WARM, [0.5], itertools.repeat(0.02))
+    monkeypatch.setattr("ict.bench.train", lambda *given, **rest: map(time.sleep, pauses))
+    found = bench_steps(tiny_config(), torch.device("cpu"), steps=steps, peak=1.0)[0]
+    assert 0.02 <= found.step < 0.05
 
 
 PARTS = {

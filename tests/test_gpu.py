@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import gc
 import io
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -28,6 +30,8 @@ from ict.objectives.coupling import match
 from ict.objectives.score import DataScore
 from ict.ranks import ALONE
 from ict.recipes import find_recipe, load_recipe
+from ict.recording import _known, use_recordings
+from ict.sampling import Generator
 from ict.training.budget import Budget
 from ict.training.guard import Guard
 from ict.training.log import RunLog
@@ -62,6 +66,71 @@ def test_a_bench_times_the_parts_of_a_recorded_step(part):
     config = tiny_config(data={"classes": 0}, objective=PARTS[part], training={"batch": 8, "deterministic": False})
     found = bench(config, torch.device("cuda"), batch=None, steps=20, say=lambda text: None)
     assert 0 < found.parts[part] < 2 * found.step
+
+
+@pytest.fixture
+def computed():
+    """Samples drawn without recordings."""
+
+    def draw(generator: Generator, **asked) -> torch.Tensor:
+        use_recordings(False)
+        try:
+            return generator.sample(**asked)
+        finally:
+            use_recordings(True)
+
+    return draw
+
+
+@pytest.mark.parametrize("precision", ["float32", "tf32", "fp16", "bf16"])
+@pytest.mark.parametrize("kind", ["unet", "ncsnpp", "adm"])
+def test_recorded_answers_are_the_same_to_the_bit(kind, precision, computed):
+    config, model = model_of(kind=kind)
+    generator = Generator(model, ModelSpec.from_config(config, tuple("0123456789"))).to("cuda", precision=precision)
+    asked = {"n": 20, "batch": 8, "steps": 3}  # with a rest of 4
+    expected = computed(generator, **asked)
+    assert expected.std() > 0.01 and not torch.equal(expected, computed(generator, **asked, seed=1))
+    for _ in range(3):
+        assert torch.equal(generator.sample(**asked), expected)
+    recordings = list(_known[model].kinds.values())
+    assert len(recordings) == 2 and None not in recordings
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    changed = computed(generator, **asked, label=3)
+    assert torch.equal(generator.sample(**asked, label=3), changed)
+    assert all(one in recordings for one in _known[model].kinds.values())
+    with torch.inference_mode():
+        assert torch.equal(generator.sample(**asked, label=3), changed)
+    assert torch.equal(generator.sample(**asked, label=3), changed)  # and out of inference mode again
+
+
+def test_recorded_answers_to_many_threads_are_each_its_own(computed):
+    config, model = model_of()
+    generator = Generator(model, ModelSpec.from_config(config, tuple("0123456789"))).to("cuda")
+    expected = [computed(generator, n=8, steps=4, seed=seed) for seed in range(16)]
+    generator.sample(n=8, steps=2)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda seed: generator.sample(n=8, steps=4, seed=seed), range(16)))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_the_memory_of_a_recording_goes_with_its_model():
+    config, model = model_of()
+    generator = Generator(model, ModelSpec.from_config(config, tuple("0123456789"))).to("cuda")
+    generator.sample(n=512, batch=256, steps=2)
+    del generator, model
+    gc.collect()
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved()
+    config, model = model_of()
+    generator = Generator(model, ModelSpec.from_config(config, tuple("0123456789"))).to("cuda")
+    generator.sample(n=512, batch=256, steps=2)
+    assert torch.cuda.memory_reserved() > held  # or nothing was shown
+    del generator, model
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= held + 2**21
 
 
 def test_noise_is_the_cpus():

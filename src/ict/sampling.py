@@ -19,6 +19,7 @@ from ict.model import ConsistencyModel, ModelSpec, read_model, read_origin
 from ict.noise import karras_sigmas
 from ict.precision import allow_tf32, pick_precision
 from ict.reading import ConfigError, require, suggest
+from ict.recording import answer
 from ict.rng import Stream
 from ict.solvers import heun
 from ict.training.checkpoint import MANIFEST, average_name, check_checkpoint
@@ -101,8 +102,8 @@ def flow(model: ConsistencyModel, x: Tensor, *, sigmas: Sequence[float], labels:
         return torch.full((len(x),), sigma, device=x.device, dtype=torch.float64)
 
     for high, low in itertools.pairwise(sigmas):
-        x = heun(lambda x, sigma: model(x, sigma, labels), x, level(high), level(low))
-    return model(x, level(sigmas[-1]), labels)  # a step of Euler's to σ = 0 gives the denoised image itself
+        x = heun(lambda x, sigma: answer(model, x, sigma, labels), x, level(high), level(low))
+    return answer(model, x, level(sigmas[-1]), labels)  # a step of Euler's to σ = 0 gives the denoised image itself
 
 
 @torch.no_grad()
@@ -120,7 +121,7 @@ def sample_call(
     """One network call on images that have had `call` of them: noise of the level is added, and taken away."""
     z = rng.normal(numbers, model.image_shape, seed=seed, step=call, stream=Stream.SAMPLING)
     scale = sigma if call == 0 else (sigma**2 - model.noise.sigma_min**2) ** 0.5
-    x = model(x + scale * z, torch.full((len(x),), sigma, device=x.device), labels)
+    x = answer(model, x + scale * z, torch.full((len(x),), sigma, device=x.device), labels)
     return x.clamp(-1, 1) if clip else x
 
 

@@ -10,6 +10,7 @@ from ict.files import cache_home
 from ict.model import ConsistencyModel
 from ict.nets.kernels import have_triton, use_kernels
 from ict.reading import require
+from ict.recording import use_recordings
 
 
 def set_up(config: Config, model: ConsistencyModel, device: torch.device) -> None:
@@ -23,6 +24,7 @@ def set_up(config: Config, model: ConsistencyModel, device: torch.device) -> Non
         make_deterministic(config.training.deterministic)
         torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass gives NaN for some shapes (torch 2.11 to 2.13)
     use_kernels(speed.kernels)
+    use_recordings(speed.graphs)
     place(model, device, channels_last=speed.channels_last)
 
 
