@@ -269,6 +269,19 @@ def test_a_folder_that_was_replaced_while_a_run_got_ready_is_left_alone(whole, t
     assert result(folder) == result(whole)
 
 
+@pytest.mark.parametrize(("compiles", "seconds"), [(True, 61), (True, 1), (False, 61)])
+def test_a_first_step_that_took_long_for_compiling_is_mentioned(compiles, seconds, tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment.main, "rehearse", lambda *arguments: seconds)
+    monkeypatch.setattr("ict.training.passes.compile_net", lambda model: None)
+    console = quiet()
+    config = tiny_config(speed={"compile": compiles}, training={"steps": 2})
+    run(config, tmp_path / "run", device="cpu", console=console)
+    text = console.file.getvalue()
+    assert ("the first step took 1m01s: what was compiled" in text) is (
+        compiles and seconds > 5
+    ) and "noise levels" in text
+
+
 def test_a_claim_leaves_the_folder_of_another(tmp_path):
     folder = tmp_path / "run"
     with claim(folder):

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from ict.training.passes import Passes
 from ict.training.plan import Plan
 from ict.training.saver import Saver
 from ict.training.speed import set_up
+
+LONG = 5.0  # seconds of a first step that are worth a word
 
 
 def run(
@@ -90,7 +93,9 @@ def run_on(
     model = fresh_model(config, spec)
     set_up(config, model, where)
     state = new_state(config, model, ranks=ranks)
-    rehearse(config, state, images, ranks)
+    compiles = where.type == "cuda" or config.speed.compile
+    with console.status(f"the first step{', and compiling what is new here' if compiles else ''}"):
+        seconds = rehearse(config, state, images, ranks)
     ranks.wait()
 
     # From here on the recipe is known to run, and the folder may be touched.
@@ -113,6 +118,8 @@ def run_on(
         begun=state.step,
     )  # fmt: skip
     announce(this, plan, found)
+    if seconds > LONG and compiles:
+        this.say(f"the first step took {format_time(seconds)}: what was compiled for it is kept for the next start")
     follow(this, plan)
     if ranks.main:
         finish(this)
@@ -234,9 +241,12 @@ def stop(this: Run) -> None:
     raise Stopped(this.state.asked)
 
 
-def rehearse(config: Config, state: TrainState, images: Images, ranks: Ranks) -> None:
-    """One image through a whole step and back (on a GPU as many as will be: memory may run out), before any writing."""
-    device = state.model.device
+def rehearse(config: Config, state: TrainState, images: Images, ranks: Ranks) -> float:
+    """One image through a whole step and back (on a GPU as many as will be: memory may run out), before any writing.
+
+    Gives the seconds that it took.
+    """
+    begun, device = time.perf_counter(), state.model.device
     count = config.training.batch // config.training.accumulate // ranks.count if device.type == "cuda" else 1
     sample = torch.zeros(count, dtype=torch.int64, device=device)
     one = Images(pixels=images.pixels[:1], labels=images.labels[:1], class_names=images.class_names).to(device)
@@ -260,6 +270,7 @@ def rehearse(config: Config, state: TrainState, images: Images, ranks: Ranks) ->
             raise ConfigError(f"{error}\nSet training.deterministic = false to train without bitwise resume") from error
         raise ConfigError(f"this recipe cannot be trained: {error}") from error
     state.optimiser.zero_grad(set_to_none=True)
+    return time.perf_counter() - begun
 
 
 def bound_of(training: dict[str, Any]) -> str:
