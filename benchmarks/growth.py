@@ -41,7 +41,7 @@ def main() -> None:
         base = ["training.batch=128"] if name != "batch" else []
         try:
             config = load_recipe(find_recipe(recipe), [*always, *base, *sets])
-            found = bench_steps(config, device, steps=6, peak=peak)[0]
+            found = bench_steps(config, device, steps=9, peak=peak)[0]
         except torch.OutOfMemoryError:
             print(f"{name:16} {value:6d}   out of memory")
             continue

@@ -5,13 +5,15 @@
     PYTHONPATH=src python benchmarks/peers.py sampling WHO [BATCH ...]
 
 ECT is a checkout of github.com/locuslab/ect, branch amp (it imports `requests`). Its net, loss, optimiser and average
-are run as they are, in fp16, without its loader and its logs, which would only slow it down.
+are run as they are, in fp16. Left out: its loader and its logs, which would only slow it down, and that it sets
+gradients that are not finite to 0 before its loss scaler could see them.
 
 ect-step    times its training step on the NCSN++ of the paper.
-ect-train   gives it SECONDS from the start of the process, from random weights: its DDPM++, batch 128, RAdam at 1e-4,
-            dropout 0.2, the eight stages of its schedule in equal parts, an average of 0.9993 (as its script for a run
-            of one hour says). Then draws 50,000 samples in one step and in two, judges them, and keeps the first 100 of
-            each as OUT/ect-*.png.
+ect-train   gives it SECONDS from the start of the process, from random weights, where its own scripts tune a diffusion
+            model: its DDPM++, batch 128, RAdam at 1e-4, dropout 0.2, no mirrored images, an average of 0.9993 (as its
+            script for a run of one hour says) and the eight stages of its schedule in equal parts (as its script for a
+            long run). Then draws 50,000 samples in one step and in two, judges them, and keeps the first 100 of each as
+            OUT/ect-*.png.
 sampling    times one-step samples of an ADM for 64x64 pixels. WHO is ours or diffusers (its ConsistencyModelPipeline),
             with +search for cuDNN's search, and diffusers+float32 for what it does unless told otherwise.
 """
@@ -141,6 +143,8 @@ def ect_train(cifar10: str, inception: str, out: str, seconds: str) -> None:
 
 def sampling(who: str, *batches: str) -> None:
     name, *how = who.split("+")
+    if name not in ("ours", "diffusers") or set(how) - {"search", "float32"}:
+        sys.exit(__doc__)
     torch.backends.cudnn.benchmark = "search" in how  # once for a process: what it has chosen for a shape, it keeps
     torch.manual_seed(0)
     draw = our_samples() if name == "ours" else their_samples(torch.float32 if "float32" in how else torch.float16)

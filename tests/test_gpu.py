@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,14 +13,15 @@ import torch
 from helpers import tiny_config
 from rich.console import Console
 
-from ict import rng
+from ict import recording, rng
 from ict.bench import bench
+from ict.config import NoiseConfig
 from ict.data import Images, batch_indices, load_images
 from ict.data.feed import open_feed
 from ict.data.images import PixelFile
 from ict.experiment import run
 from ict.files import list_checkpoints
-from ict.model import ModelSpec, build_model
+from ict.model import ConsistencyModel, ModelSpec, build_model
 from ict.nets.dropout import Dropout, dropout_mask
 from ict.nets.kernels import plain_layers
 from ict.nets.layers import BoxDown, BoxUp, Fir
@@ -70,67 +72,136 @@ def test_a_bench_times_the_parts_of_a_recorded_step(part):
 
 @pytest.fixture
 def computed():
-    """Samples drawn without recordings."""
+    """Samples drawn without recordings, and played ones counted; cuDNN chooses the same algorithms every time."""
+    torch.backends.cudnn.benchmark = False
+    use_recordings(True)
 
     def draw(generator: Generator, **asked) -> torch.Tensor:
-        use_recordings(False)
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ict.recording._wanted", False)
             return generator.sample(**asked)
-        finally:
-            use_recordings(True)
 
     return draw
 
 
+@pytest.fixture
+def plays(monkeypatch):
+    """The thread of each play of a recording."""
+    seen, original = [], recording.Recording.play
+
+    def noted(self, given):
+        seen.append(threading.get_ident())
+        return original(self, given)
+
+    monkeypatch.setattr(recording.Recording, "play", noted)
+    return seen
+
+
+def generator_of(*, precision: str = "auto", device: str = "cuda", **net) -> Generator:
+    config, model = model_of(**net)
+    return Generator(model, ModelSpec.from_config(config, tuple("0123456789"))).to(device, precision=precision)
+
+
 @pytest.mark.parametrize("precision", ["float32", "tf32", "fp16", "bf16"])
 @pytest.mark.parametrize("kind", ["unet", "ncsnpp", "adm"])
-def test_recorded_answers_are_the_same_to_the_bit(kind, precision, computed):
-    config, model = model_of(kind=kind)
-    generator = Generator(model, ModelSpec.from_config(config, tuple("0123456789"))).to("cuda", precision=precision)
+def test_recorded_answers_are_the_same_to_the_bit(kind, precision, computed, plays):
+    generator = generator_of(kind=kind, precision=precision)
+    model = generator.model
     asked = {"n": 20, "batch": 8, "steps": 3}  # with a rest of 4
     expected = computed(generator, **asked)
-    assert expected.std() > 0.01 and not torch.equal(expected, computed(generator, **asked, seed=1))
-    for _ in range(3):
-        assert torch.equal(generator.sample(**asked), expected)
-    recordings = list(_known[model].kinds.values())
-    assert len(recordings) == 2 and None not in recordings
+    assert expected.std() > 0.01 and not torch.equal(expected, computed(generator, **asked, seed=1)) and not plays
+    for played in (5, 9, 9):  # of nine calls: the first two of each kind are computed
+        plays.clear()
+        assert torch.equal(generator.sample(**asked), expected) and len(plays) == played
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
     changed = computed(generator, **asked, label=3)
-    assert torch.equal(generator.sample(**asked, label=3), changed)
-    assert all(one in recordings for one in _known[model].kinds.values())
+    assert not torch.equal(changed, expected)
+    plays.clear()
+    assert torch.equal(generator.sample(**asked, label=3), changed) and len(plays) == 9
     with torch.inference_mode():
+        assert torch.equal(generator.sample(**asked, label=3), changed)
         assert torch.equal(generator.sample(**asked, label=3), changed)
     assert torch.equal(generator.sample(**asked, label=3), changed)  # and out of inference mode again
 
 
-def test_recorded_answers_to_many_threads_are_each_its_own(computed):
-    config, model = model_of()
-    generator = Generator(model, ModelSpec.from_config(config, tuple("0123456789"))).to("cuda")
-    expected = [computed(generator, n=8, steps=4, seed=seed) for seed in range(16)]
-    generator.sample(n=8, steps=2)
+def test_recorded_answers_of_more_kinds_than_there_is_room_for(computed, plays):
+    generator = generator_of()
+    for n in (1, 2, 3, 4, 5, 6, 5, 6, 1, 1):
+        expected = computed(generator, n=n, steps=3, seed=n)
+        assert torch.equal(generator.sample(n=n, steps=3, seed=n), expected)
+    assert len(plays) == 6 * 1 + 2 * 3 + 1 + 3
+
+
+@pytest.mark.parametrize("kind", ["diffusion", "meanflow"])
+def test_recorded_answers_of_other_kinds_of_models(kind, computed, plays):
+    kinds = {"diffusion": {"kind": "edm"}, "meanflow": {"kind": "meanflow"}}
+    net = {"intervals": True} if kind == "meanflow" else {}
+    spec = ModelSpec.from_config(tiny_config(net=net, data={"classes": 0}, objective=kinds[kind]), ())
+    assert spec.kind == kind
+    model = build_model(spec)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    generator = Generator(model, spec).to("cuda")
+    expected = computed(generator, n=8, steps=4)
+    assert expected.std() > 0.01
+    assert torch.equal(generator.sample(n=8, steps=4), expected) and len(plays) > 1
+
+
+def test_recorded_answers_to_many_threads_are_each_its_own(computed, plays):
+    """Of two models, neither of which was called before."""
+    pair = [generator_of(), generator_of(kind="ncsnpp")]
+    expected = [computed(pair[seed % 2], n=8, steps=4, seed=seed) for seed in range(32)]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda seed: generator.sample(n=8, steps=4, seed=seed), range(16)))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        found = list(pool.map(lambda seed: pair[seed % 2].sample(n=8, steps=4, seed=seed), range(32)))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) and len(plays) > 32
+    assert all(False not in calls.kinds.values() for one in pair for calls in _known[one.model].values())
 
 
-def test_the_memory_of_a_recording_goes_with_its_model():
-    config, model = model_of()
-    generator = Generator(model, ModelSpec.from_config(config, tuple("0123456789"))).to("cuda")
-    generator.sample(n=512, batch=256, steps=2)
-    del generator, model
-    gc.collect()
-    torch.cuda.empty_cache()
-    held = torch.cuda.memory_reserved()
-    config, model = model_of()
-    generator = Generator(model, ModelSpec.from_config(config, tuple("0123456789"))).to("cuda")
-    generator.sample(n=512, batch=256, steps=2)
-    assert torch.cuda.memory_reserved() > held  # or nothing was shown
-    del generator, model
-    gc.collect()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= held + 2**21
+def test_a_net_that_cannot_be_recorded_is_computed_and_nothing_else_changes(computed, plays):
+    class Waits(torch.nn.Module):
+        """A net that asks the GPU for a number."""
+
+        def forward(self, x, c_noise, label=None, key=None):
+            return x * (2.0 if x.sum().item() > 0 else 1.0)
+
+    model = ConsistencyModel(Waits(), NoiseConfig(), image_shape=(1, 8, 8)).eval()
+    model.register_parameter("nothing", torch.nn.Parameter(torch.zeros(1)))
+    spec = ModelSpec.from_config(tiny_config(data={"classes": 0}), ())
+    stream, generator = torch.cuda.current_stream(), Generator(model, spec).to("cuda")
+    expected = computed(generator, n=8, steps=3)
+    with pytest.warns(UserWarning, match="cannot be recorded"):
+        assert torch.equal(generator.sample(n=8, steps=3), expected)
+    assert torch.cuda.current_stream() == stream and not plays
+    other = generator_of()
+    assert torch.equal(other.sample(n=8, steps=4), computed(other, n=8, steps=4)) and len(plays) == 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_recorded_answers_on_two_devices(computed, plays):
+    for device in ("cuda:0", "cuda:1"):
+        generator = generator_of(device=device)
+        for seed in range(3):
+            assert torch.equal(generator.sample(n=8, steps=3, seed=seed), computed(generator, n=8, steps=3, seed=seed))
+    assert len(plays) == 14
+
+
+def test_the_memory_of_a_recording_goes_with_its_model(plays):
+    use_recordings(True)
+
+    def held_after() -> int:
+        generator = generator_of()
+        generator.sample(n=1024, batch=256, steps=2)
+        during = torch.cuda.memory_reserved()
+        del generator
+        gc.collect()
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() < during
+        return torch.cuda.memory_reserved()
+
+    first = held_after()
+    assert held_after() <= first and len(plays) == 12
 
 
 def test_noise_is_the_cpus():

@@ -1,8 +1,8 @@
 """When an answer is recorded and when computed; that both give the same bits is for a GPU to say (test_gpu.py)."""
 
+import contextlib
 import copy
 import gc
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from helpers import tiny_config
 from ict import recording
 from ict.config import NoiseConfig
 from ict.model import ModelSpec, build_model
-from ict.recording import Calls, answer, can_record, kind_of, take, use_recordings
+from ict.precision import full_precision
+from ict.recording import Calls, answer, can_record, kind_of, record, use_recordings
 from ict.sampling import Generator
 
 
@@ -31,78 +32,143 @@ class Played:
 class Computed(torch.nn.Module):
     """A model whose answer is 0."""
 
-    precision, noise = "float32", NoiseConfig()
+    precision, noise, kind = "float32", NoiseConfig(), "consistency"
 
     def __init__(self):
         super().__init__()
         self.net = torch.nn.Linear(1, 1)
+        self.eval()
 
     def forward(self, *given):
         return 0
 
 
 @pytest.fixture
-def answers(monkeypatch):
-    """Answers to calls with so many images: 0 where they were computed, else the number of the recording."""
+def no_gpu(monkeypatch):
+    """Calls on a CPU are taken for calls on a GPU."""
     monkeypatch.setattr(recording, "Recording", Played)
     monkeypatch.setattr(Played, "made", 0)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    calls, model = Calls(None), Computed()
-    return lambda *counts: [take(calls, model, (torch.zeros(n, 1), torch.ones(n))) for n in counts]
+    monkeypatch.setattr(recording, "can_record", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the usual one")
+    handles = iter(range(1000))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+
+
+def ask(model, *counts):
+    """Answers to calls with so many images: 0 where they were computed, else the number of the recording."""
+    return [answer(model, torch.zeros(n, 1), torch.ones(n)) for n in counts]
 
 
 @pytest.mark.parametrize(
     ("counts", "expected"),
     [
-        ([8, 8, 8, 8], [0, 1, 1, 1]),
-        ([8, 8, 3, 8, 8, 3, 3], [0, 1, 0, 1, 1, 2, 2]),  # a rest at the end of each set
-        ([8, 8, 1, 2, 8, 3, 4, 8, 5, 8, 1], [0, 1, 0, 0, 1, 0, 0, 1, 0, 1, 0]),  # what is used is kept
-        ([8, 8, 1, 2, 3, 4, 8, 8], [0, 1, 0, 0, 0, 0, 0, 2]),  # and what is not is forgotten
+        ([8, 8, 8, 8], [0, 0, 1, 1]),  # the second is computed and recorded
+        ([8, 8, 3, 8, 8, 3, 3], [0, 0, 0, 1, 1, 0, 2]),  # a rest at the end of each set
+        ([8, 8, 8, 1, 2, 8, 3, 4, 8, 5, 8, 1, 1], [0, 0, 1, 0, 0, 1, 0, 0, 1, 0, 1, 0, 0]),  # what is used is kept
+        ([8, 8, 8, 1, 2, 3, 4, 8, 8, 8], [0, 0, 1, 0, 0, 0, 0, 0, 0, 2]),  # and what is not is forgotten
     ],
 )
-def test_the_second_call_of_a_kind_is_recorded(answers, counts, expected):
-    assert answers(*counts) == expected
+def test_the_second_call_of_a_kind_is_recorded(no_gpu, counts, expected):
+    assert ask(Computed(), *counts) == expected
 
 
-@pytest.fixture
-def no_gpu(monkeypatch):
-    """Calls on a CPU are taken for calls on a GPU."""
-    monkeypatch.setattr(recording, "can_record", lambda model, x: True)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the usual one")
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+def calls_of(model) -> Calls:
+    return next(iter(recording._known[model].values()))
 
 
-def test_what_cannot_be_recorded_is_computed_and_not_tried_again(no_gpu, monkeypatch):
+def test_recordings_share_their_memory_as_long_as_there_are_any(no_gpu, monkeypatch):
+    pools = []
+
+    class Noted(Played):
+        def __init__(self, model, given, pool):
+            super().__init__(model, given, pool)
+            pools.append(pool)
+
+    monkeypatch.setattr(recording, "Recording", Noted)
+    model = Computed()
+    ask(model, 8, 8, 3, 3)  # two recordings
+    ask(model, 1, 2, 4, 5)  # push both out
+    ask(model, 5)
+    assert pools == [0, 0, 1]
+
+
+def test_a_kind_that_cannot_be_recorded_is_computed_and_not_tried_again(no_gpu, monkeypatch):
     tries = []
 
-    def refuse(*given):
+    def refuse(model, given, pool):
+        if len(given[0]) == 3:
+            return Played(model, given, pool)
         tries.append(1)
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(recording, "Recording", refuse)
     model = Computed()
-    assert [answer(model, torch.zeros(8, 1), torch.ones(8)) for _ in range(5)] == [0] * 5
+    with pytest.warns(UserWarning, match="cannot be recorded and will be slower .RuntimeError: operation not"):
+        assert ask(model, *[8] * 5) == [0] * 5
     assert len(tries) == 1
+    assert ask(model, 3, 3, 3, 8, 3) == [0, 0, 1, 0, 1]  # others are
 
 
-def test_a_call_beside_another_threads_is_computed(answers, no_gpu, monkeypatch):
-    model, x, sigma = Computed(), torch.zeros(8, 1), torch.ones(8)
-    assert [answer(model, x, sigma) for _ in range(3)] == [0, 1, 1]
-    with recording._known[model].lock:
-        assert answer(model, x, sigma) == 0
-    assert answer(model, x, sigma) == 1
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "another")  # whose kernels would run at the same time
-    assert [answer(model, x, sigma) for _ in range(3)] == [0, 0, 0]
-
-
-def test_what_is_known_of_a_model_goes_with_it():
+def test_a_call_beside_another_threads_is_computed(no_gpu, monkeypatch):
     model = Computed()
-    recording._known.setdefault(model, Calls(None))
+    assert ask(model, 8, 8, 8) == [0, 0, 1]
+    with calls_of(model).lock:
+        assert ask(model, 8) == [0]
+    assert ask(model, 8) == [1]
+
+
+def test_each_stream_has_its_own_recordings_and_a_third_has_none(no_gpu, monkeypatch):
+    """Kernels of two streams run at the same time."""
+    model = Computed()
+    assert ask(model, 8, 8, 8) == [0, 0, 1]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "another")
+    assert ask(model, 8, 8, 8) == [0, 0, 2]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "a third")
+    assert ask(model, 8, 8, 8) == [0, 0, 0]
+    pools = [calls.pool for calls in recording._known[model].values()]
+    assert len(pools) == len(set(pools)) == 2
+
+
+def test_an_answer_that_has_no_room_beside_the_recordings_gets_theirs(no_gpu, monkeypatch):
+    model, tries = Computed(), []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    ask(model, 8, 8)
+
+    def full(*given):
+        tries.append(1)
+        if any(calls_of(model).kinds.values()):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 0
+
+    model.forward = full
+    assert ask(model, 1000) == [0] and len(tries) == 2
+    model.forward = lambda *given: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):  # there is nothing to give
+        ask(model, 2000)
+
+
+def test_what_is_known_of_a_model_goes_with_it(no_gpu):
+    model = Computed()
+    ask(model, 8, 8)
     before = len(recording._known)
     del model
     gc.collect()
     assert len(recording._known) == before - 1
+
+
+def test_recordings_are_given_back_when_they_are_switched_off_or_the_model_moves(no_gpu):
+    model = Computed()
+    ask(model, 8, 8)
+    use_recordings(False)
+    use_recordings(True)
+    assert model not in recording._known
+    config = tiny_config()
+    spec = ModelSpec.from_config(config, tuple("0123456789"))
+    generator = Generator(build_model(spec), spec)
+    recording._known[generator.model] = {}
+    generator.to("cpu")
+    assert generator.model not in recording._known
 
 
 def small_model():
@@ -115,22 +181,38 @@ def move(model):
         parameter.data = parameter.data.clone()
 
 
+def turn(model):
+    """The same memory, read in another order."""
+    weights = next(parameter for parameter in model.parameters() if parameter.ndim == 4 and parameter.shape[1] > 1)
+    flat = weights.data.flatten()
+    weights.data = flat.view(*(weights.shape[i] for i in (0, 2, 3, 1))).permute(0, 3, 1, 2)
+
+
+def exchange(model):
+    model.net = copy.deepcopy(model.net)
+
+
 CHANGES = {
     "nothing": (lambda model: None, True),
     "the weights": (lambda model: [parameter.data.mul_(2) for parameter in model.parameters()], True),
     "where they lie": (move, False),
+    "their order": (turn, False),
+    "another net": (exchange, False),
+    "a buffer": (lambda model: model.register_buffer("more", torch.zeros(1)), False),
     "noise levels": (lambda model: setattr(model, "noise", NoiseConfig(sigma_min=0.01)), False),
+    "what it learned": (lambda model: setattr(model, "kind", "diffusion"), False),
     "precision": (lambda model: setattr(model, "precision", "bf16"), False),
 }
+GIVEN = (torch.zeros(2, 1, 8, 8), torch.ones(2))
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_recording_serves_other_weights_but_not_another_net(change):
-    model, given = small_model(), (torch.zeros(2, 1, 8, 8), torch.ones(2))
-    before = kind_of(model, given)
+    model = small_model()
+    before = kind_of(model, GIVEN)
     act, same = CHANGES[change]
     act(model)
-    assert (kind_of(model, given) == before) is same
+    assert before is not None and (kind_of(model, GIVEN) == before) is same
 
 
 @pytest.mark.parametrize(
@@ -144,52 +226,140 @@ def test_a_recording_serves_other_weights_but_not_another_net(change):
 )
 def test_calls_of_other_shapes_are_of_another_kind(given):
     model = small_model()
-    assert kind_of(model, given) != kind_of(model, (torch.zeros(2, 1, 8, 8), torch.ones(2)))
+    assert kind_of(model, given) != kind_of(model, GIVEN)
 
 
-def test_calls_in_another_mode_are_of_another_kind():
-    """A buffer that was made in inference mode cannot be written outside of it."""
-    model, given = small_model(), (torch.zeros(2, 1, 8, 8), torch.ones(2))
-    kinds = [kind_of(model, given)]
-    with torch.inference_mode():
-        kinds.append(kind_of(model, given))
-    with torch.autocast("cpu"):
-        kinds.append(kind_of(model, given))
-    assert len(set(kinds)) == 3
+@contextlib.contextmanager
+def setting(owner, name, value):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+MODES = {
+    "inference": torch.inference_mode,  # a buffer that was made in it cannot be written outside of it
+    "deterministic": deterministic,
+    "products": lambda: setting(torch.backends.cuda.matmul, "fp32_precision", "tf32"),  # torch's newer switches
+    "convolutions": lambda: setting(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_calls_in_another_mode_are_of_another_kind(mode):
+    model = small_model()
+    before = kind_of(model, GIVEN)
+    with MODES[mode]():
+        assert kind_of(model, GIVEN) != before
+    assert kind_of(model, GIVEN) == before
+
+
+ACTS = {
+    "as it is": lambda model: None,
+    "training": lambda model: model.train(),
+    "a part in training": lambda model: list(model.modules())[-1].train(),
+    "hook": lambda model: model.register_forward_pre_hook(lambda *_: None),
+    "inner hook": lambda model: list(model.modules())[-1].register_forward_hook(lambda *_: None),
+    "compiled": lambda model: model.net.compile(),
+    "compiled whole": lambda model: model.compile(),
+    "compiled by torch": lambda model: setattr(model, "net", torch.compile(model.net)),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_only_a_model_that_does_nothing_but_compute_is_recorded(act):
+    model = small_model()
+    ACTS[act](model)
+    assert (kind_of(model, GIVEN) is not None) is (act == "as it is")
 
 
 class OnGPU:
     """As much of a tensor as `can_record` asks."""
 
-    is_cuda = True
+    is_cuda, device = True, torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    "case", ["as it is", "training", "hook", "inner hook", "compiled", "switched off", "capturing"]
-)
-def test_only_a_call_that_does_nothing_but_compute_is_recorded(case, monkeypatch):
-    model = small_model()
+@pytest.mark.parametrize("case", ["as it is", "switched off", "capturing", "autocast", "full precision", "hook"])
+def test_only_a_call_that_nothing_around_it_changes_is_recorded(case, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: case == "capturing")
-    if case == "training":
-        model.train()
-    if case == "hook":
-        model.register_forward_pre_hook(lambda *_: None)
-    if case == "inner hook":
-        list(model.modules())[-1].register_forward_hook(lambda *_: None)
-    if case == "compiled":
-        model.net.compile()
+    use_recordings(case != "switched off")
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None) if case == "hook" else None
+    around = {"autocast": lambda: torch.autocast("cpu"), "full precision": full_precision}
     try:
-        use_recordings(case != "switched off")
-        assert can_record(model, OnGPU()) is (case == "as it is")  # type: ignore
-        assert not can_record(model, torch.zeros(1))
+        with around.get(case, contextlib.nullcontext)():
+            assert can_record(OnGPU()) is (case == "as it is")  # type: ignore
+            assert not can_record(torch.zeros(1))
     finally:
         use_recordings(True)
+        if hook is not None:
+            hook.remove()
 
 
-def test_samples_on_a_cpu_are_computed_and_a_model_that_drew_can_be_copied():
+class FakeCUDA:
+    """As much of torch.cuda as `record` uses; a recording fails where it is told to, as torch's does."""
+
+    def __init__(self, monkeypatch, fails=None):
+        self.fails, self.current, self.streams, self.device, self.cleared = fails, "mine", [], 0, 0
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "current", stream))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: f"of {self.device}")
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.clear, raising=False)
+        monkeypatch.setattr(recording, "_streams", {})
+
+    def clear(self):
+        self.cleared += 1
+
+    @contextlib.contextmanager
+    def graph(self, graph, *, pool, stream, capture_error_mode):
+        self.current = stream
+        self.streams.append(stream)
+        if self.fails == "begin":
+            raise RuntimeError("cannot begin")
+        yield
+        if self.fails == "end":
+            raise RuntimeError("cannot end")
+        self.current = "mine"
+
+
+@pytest.mark.parametrize("fails", [None, "begin", "work", "end"])
+def test_whatever_happens_to_a_recording_its_thread_goes_on_where_it_was(fails, monkeypatch):
+    cuda = FakeCUDA(monkeypatch, fails)
+
+    def work():
+        if fails == "work":
+            raise RuntimeError("cannot work")
+        return cuda.current
+
+    with pytest.raises(RuntimeError, match=f"cannot {fails}") if fails else contextlib.nullcontext():
+        assert record(work)[1] == "of 0"
+    assert cuda.current == "mine" and cuda.cleared == 2 and not recording._recording.locked()
+
+
+def test_each_device_is_recorded_on_a_stream_of_its_own(monkeypatch):
+    """On another device's stream nothing would be recorded, and the first answer be given for ever."""
+    cuda = FakeCUDA(monkeypatch)
+    for cuda.device in (0, 1, 1, 0):
+        record(lambda: None)
+    assert cuda.streams == ["of 0", "of 1", "of 1", "of 0"]
+
+
+def test_samples_on_a_cpu_are_computed():
     config = tiny_config()
     spec = ModelSpec.from_config(config, tuple("0123456789"))
     generator = Generator(build_model(spec), spec)
     first = generator.sample(4, steps=2)
     assert torch.equal(first, generator.sample(4, steps=2)) and generator.model not in recording._known
-    copy.deepcopy(generator.model)

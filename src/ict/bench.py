@@ -21,6 +21,7 @@ from ict.objectives.score import require_room
 from ict.objectives.tangent import derivative
 from ict.precision import HALF, pick_precision
 from ict.ranks import ALONE
+from ict.recording import record
 from ict.sampling import DIFFUSION_STEPS, Generator
 from ict.training.budget import Budget
 from ict.training.guard import Guard
@@ -225,11 +226,8 @@ def recorded(work: Callable[[], object], config: Config, device: torch.device) -
         return work
     for _ in range(2):
         work()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            work()
+        graph, _ = record(work)
     except Exception:  # whatever it is: a step that has this part is not recorded either
         return work
     return graph.replay

@@ -58,6 +58,11 @@ def full_precision() -> Iterator[None]:
         _full = before
 
 
+def is_full() -> bool:
+    """Whether we are inside of `full_precision`."""
+    return _full
+
+
 def trunk(precision: str, device: torch.device) -> contextlib.AbstractContextManager:
     """Inside, layers compute in this precision."""
     if precision not in HALF or _full:

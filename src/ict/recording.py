@@ -1,43 +1,67 @@
-"""A net's answers on a GPU as one launch: the second call of a kind is recorded as a CUDA graph, and played after that.
+"""Work on a GPU as one launch: recorded as a CUDA graph once, and played from then on. Here, the answers of a net.
 
 A net is hundreds of small kernels. Where a batch is small the host takes longer to launch them than the GPU to compute
-them; a recording is launched at once, and gives the same bits. Training steps have recordings of their own
-(training/passes.py).
+them; a recording is launched at once, and gives the same bits. The second call of a kind is recorded. Training steps
+have recordings of their own (training/passes.py).
 """
 
-import contextlib
 import threading
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from ict.model import ConsistencyModel
 from ict.nets.kernels import kernels_for
+from ict.precision import is_full
+
+T = TypeVar("T")
 
 ROOM = 4  # kinds of calls that are known of a model: a batch, the rest of a set, ...
+STREAMS = 2  # on which a model's calls are recorded
 
 _wanted = True
+_recording = threading.Lock()  # CUDA takes one recording at a time in a process
+_streams: dict[int, torch.cuda.Stream] = {}  # device -> where recordings are made on it
 
 
 def use_recordings(on: bool) -> None:
     """Switch recorded answers on (as they are at first) or off."""
     global _wanted
     _wanted = on
+    if not on:
+        _known.clear()
+
+
+def record(work: Callable[[], T], *, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
+    """What `work` launches on the current device as a graph, and the tensors that it leaves when the graph is played.
+
+    The work must have been done once by the same thread. If it cannot be recorded this raises, and all is as before.
+    """
+    before, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+    with _recording:
+        stream = _streams.setdefault(torch.cuda.current_device(), torch.cuda.Stream())
+        try:
+            torch._C._cuda_clearCublasWorkspaces()  # which would be shared with other recordings
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                left = work()
+        finally:
+            torch.cuda.set_stream(before)  # which torch forgets after an error
+            torch._C._cuda_clearCublasWorkspaces()
+    return graph, left
 
 
 class Recording:
-    """One call as a CUDA graph, with the tensors that it reads and leaves behind."""
+    """One call of a model, with the tensors that it reads and leaves behind."""
 
     def __init__(self, model: ConsistencyModel, given: tuple[Tensor, ...], pool: Any):
         self.given = tuple(one.clone() for one in given)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # recordings have memory of their own
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-            self.answer = model(*self.given)
+        self.graph, self.answer = record(lambda: model(*self.given), pool=pool)
 
     def play(self, given: tuple[Tensor, ...]) -> Tensor:
         for mine, one in zip(self.given, given, strict=True):
@@ -48,73 +72,109 @@ class Recording:
 
 @dataclass
 class Calls:
-    """What is known of one model's calls."""
+    """What is known of one model's calls on one stream. Their recordings share their memory."""
 
-    stream: torch.cuda.Stream | None  # that all recordings are played on: they share their memory
-    pool: Any = None
-    kinds: dict[tuple[Any, ...], Recording | None] = field(default_factory=dict)  # the one used last is the last
+    # None: seen once, False: cannot be recorded; what was used last is the last
+    kinds: dict[tuple[Any, ...], Recording | Literal[False] | None] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    refused: bool = False  # they cannot be recorded
+    pool: Any = None
 
 
-_known: WeakKeyDictionary[ConsistencyModel, Calls] = WeakKeyDictionary()
+_known: WeakKeyDictionary[ConsistencyModel, dict[torch.cuda.Stream, Calls]] = WeakKeyDictionary()
+
+
+def forget(model: ConsistencyModel) -> None:
+    """Give the memory of a model's recordings back."""
+    _known.pop(model, None)
 
 
 @torch.no_grad()
 def answer(model: ConsistencyModel, x: Tensor, sigma: Tensor, label: Tensor | None = None) -> Tensor:
     """f(x, σ) without a gradient, played where there is a recording of such a call."""
     given = (x, sigma) if label is None else (x, sigma, label)
-    if not can_record(model, x):
+    if not can_record(x):
+        return model(*given)
+    kind = kind_of(model, given)
+    if kind is None:
         return model(*given)
     with torch.cuda.device(x.device):
-        stream = torch.cuda.current_stream()
-        calls = _known.setdefault(model, Calls(stream))
-        if calls.refused or calls.stream != stream or not calls.lock.acquire(blocking=False):  # another thread is at it
+        streams, stream = _known.setdefault(model, {}), torch.cuda.current_stream()
+        if stream not in streams and len(streams) >= STREAMS:
+            return model(*given)
+        calls = streams.setdefault(stream, Calls())
+        if not calls.lock.acquire(blocking=False):  # another thread is at it
             return model(*given)
         try:
-            return take(calls, model, given)
+            return take(calls, kind, model, given)
         finally:
             calls.lock.release()
 
 
-def can_record(model: ConsistencyModel, x: Tensor) -> bool:
-    """Whether a call does nothing but compute: hooks would not be heard, and masks of dropout would stay the same."""
-    if not (_wanted and x.is_cuda) or model.training or torch.cuda.is_current_stream_capturing():
-        return False
-    compiled = getattr(model.net, "_compiled_call_impl", None) is not None  # it may record by itself
-    return not compiled and not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
-
-
-def take(calls: Calls, model: ConsistencyModel, given: tuple[Tensor, ...]) -> Tensor:
-    """The answer to one call."""
-    kind = kind_of(model, given)
-    if kind not in calls.kinds:  # the first of its kind: kernels are chosen and compiled
-        while len(calls.kinds) >= ROOM:
-            del calls.kinds[next(iter(calls.kinds))]
-        calls.kinds[kind] = None
-        return model(*given)
-    recording = calls.kinds.pop(kind)
-    if recording is None:
+def take(calls: Calls, kind: tuple[Any, ...], model: ConsistencyModel, given: tuple[Tensor, ...]) -> Tensor:
+    """The answer to one call, played or computed."""
+    known, recording = kind in calls.kinds, calls.kinds.pop(kind, None)
+    if recording:
+        calls.kinds[kind] = recording
+        return recording.play(given)
+    while len(calls.kinds) >= ROOM:
+        del calls.kinds[next(iter(calls.kinds))]
+    computed = compute(calls, model, given)
+    if known and recording is None:
         if not any(calls.kinds.values()):  # a pool that nobody uses any more is gone
             calls.pool = torch.cuda.graph_pool_handle()
-        with contextlib.suppress(Exception):  # whatever it is: the call can be computed as it is
+        try:
             recording = Recording(model, given, calls.pool)
-    if recording is None:
-        calls.refused = True
-        calls.kinds.clear()
-        return model(*given)
+        except Exception as error:  # whatever it is: the call can be computed
+            recording = False
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+            warnings.warn(f"samples of this kind cannot be recorded and will be slower ({reason})", stacklevel=2)
     calls.kinds[kind] = recording
-    return recording.play(given)
+    return computed
 
 
-def kind_of(model: ConsistencyModel, given: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """All that a recording cannot change: where the weights lie among it, but not what they are."""
-    x = given[0]
-    modes = (
-        model.precision, model.noise, kernels_for(x),
-        torch.is_autocast_enabled(x.device.type), torch.is_inference_mode_enabled(),
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32,
+def compute(calls: Calls, model: ConsistencyModel, given: tuple[Tensor, ...]) -> Tensor:
+    """The answer; if there is no room for it, without the recordings."""
+    try:
+        return model(*given)
+    except torch.OutOfMemoryError:
+        if not any(calls.kinds.values()):
+            raise
+    calls.kinds.clear()
+    torch.cuda.empty_cache()
+    return model(*given)
+
+
+def can_record(x: Tensor) -> bool:
+    """Whether a call does what its model says and nothing around it changes that."""
+    if not (_wanted and x.is_cuda) or torch.cuda.is_current_stream_capturing():
+        return False
+    heard = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    return not (heard or torch.is_autocast_enabled(x.device.type) or is_full())
+
+
+def kind_of(model: ConsistencyModel, given: tuple[Tensor, ...]) -> tuple[Any, ...] | None:
+    """All that a recording cannot change: where the weights lie among it, but not what they are.
+
+    None where a call does more than compute: a hook would not be heard, masks of dropout would stay the same, and a
+    compiled net may record by itself.
+    """
+    places: list[Any] = []
+    modules: list[nn.Module | None] = [model]
+    while modules:  # what model.modules() and model.parameters() give, in a third of the time
+        module = modules.pop()
+        if module is None:
+            continue
+        if (
+            module.training or module._forward_hooks or module._forward_pre_hooks or "_orig_mod" in module._modules
+            or module._compiled_call_impl is not None
+        ):  # fmt: skip
+            return None
+        for tensors in (module._parameters, module._buffers):
+            places += [(one.data_ptr(), one.stride(), one.dtype) for one in tensors.values() if one is not None]
+        modules += module._modules.values()
+    settings = (
+        model.kind, model.noise, model.precision, kernels_for(given[0]), torch.is_inference_mode_enabled(),
+        torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision,  # type: ignore
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
-    shapes = tuple((one.device, one.shape, one.stride(), one.dtype) for one in given)
-    return modes, shapes, tuple(one.data_ptr() for one in (*model.parameters(), *model.buffers()))
+    return settings, tuple((one.device, one.shape, one.stride(), one.dtype) for one in given), tuple(places)

@@ -19,7 +19,7 @@ from ict.model import ConsistencyModel, ModelSpec, read_model, read_origin
 from ict.noise import karras_sigmas
 from ict.precision import allow_tf32, pick_precision
 from ict.reading import ConfigError, require, suggest
-from ict.recording import answer
+from ict.recording import answer, forget
 from ict.rng import Stream
 from ict.solvers import heun
 from ict.training.checkpoint import MANIFEST, average_name, check_checkpoint
@@ -140,6 +140,7 @@ class Generator:
         require(precision in PRECISIONS, f"precision = {precision!r}: use {', '.join(PRECISIONS)}")
         if precision == "auto" and self.origin.get("precision") in PRECISIONS:
             precision = self.origin["precision"]  # a model whose numbers leave the range of fp16 says so
+        forget(self.model)
         place(self.model, device)
         self.model.precision = pick_precision(precision, torch.device(device))
         if torch.device(device).type == "cuda":

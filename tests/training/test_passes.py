@@ -1,7 +1,5 @@
 """Recorded steps, tried on a CPU: a recording is stood in for by the call that it recorded, made again at each play."""
 
-import contextlib
-
 import pytest
 import torch
 from helpers import tiny_config
@@ -49,11 +47,10 @@ class Recorder(Passes):
         return found
 
 
-@contextlib.contextmanager
-def fake_capture(graph, **_options):
-    FakeGraph.open = graph
+def fake_record(work):
+    graph = FakeGraph.open = FakeGraph()
     try:
-        yield
+        return graph, work()
     finally:
         FakeGraph.open = None
 
@@ -63,10 +60,7 @@ def losses(config, *, recorded: bool, monkeypatch) -> list[tuple[float, float, d
     with monkeypatch.context() as patch:
         if recorded:
             patch.setattr(loop, "Passes", Recorder)
-            patch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-            patch.setattr(torch.cuda, "graph", fake_capture)
-            patch.setattr(torch.cuda, "synchronize", lambda device: None)
-            patch.setattr(torch.cuda, "empty_cache", lambda: None)
+            patch.setattr("ict.training.passes.record", fake_record)
         state = new_state(config, build_model(ModelSpec.from_config(config, tuple("0123456789"))))
         guard = Guard(config, ALONE, device)
         for _ in train(config, state, load_images(config.data), Budget(steps=16), guard=guard):
@@ -132,16 +126,12 @@ def test_a_phase_may_fill_one_buffer_again_and_again(monkeypatch):
 
 
 def test_a_step_that_cannot_be_recorded_is_computed_and_said(monkeypatch):
-    @contextlib.contextmanager
-    def refuse(graph, **_options):
+    def refuse(work):
         raise KeyError("operation not permitted when stream is capturing")
-        yield
 
     config, said = tiny_config(training={"steps": 4}), []
     monkeypatch.setattr(loop, "Passes", Recorder)
-    for name, value in (("CUDAGraph", FakeGraph), ("graph", refuse), ("synchronize", lambda device: None)):
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr("ict.training.passes.record", refuse)
     state = new_state(config, build_model(ModelSpec.from_config(config, tuple("0123456789"))))
     for _ in train(config, state, load_images(config.data), Budget(steps=4), warn=said.append):
         assert state.loss.isfinite()

@@ -20,6 +20,7 @@ from ict.objectives import Phase, Step, build_objective
 from ict.pixels import to_float
 from ict.precision import allow_tf32, pick_precision
 from ict.ranks import Ranks
+from ict.recording import record
 from ict.training.guard import Guard
 from ict.training.speed import compile_net
 
@@ -158,11 +159,7 @@ class Recording:
         step = replace(step, number=number, phase=Phase(given, step.phase.figures))
         for parameter in passes.parameters:
             parameter.grad = None
-        torch.cuda.synchronize(passes.device)
-        torch.cuda.empty_cache()  # the recording has memory of its own
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.figures = passes.compute(step, pixels, labels, scale)
+        self.graph, self.figures = record(lambda: passes.compute(step, pixels, labels, scale))
         self.parameters = passes.parameters
         self.gradients = [parameter.grad for parameter in self.parameters]
 
