@@ -32,7 +32,7 @@ from ict.objectives.coupling import match
 from ict.objectives.score import DataScore
 from ict.ranks import ALONE
 from ict.recipes import find_recipe, load_recipe
-from ict.recording import _known, use_recordings
+from ict.recording import _known
 from ict.sampling import Generator
 from ict.training.budget import Budget
 from ict.training.guard import Guard
@@ -71,10 +71,10 @@ def test_a_bench_times_the_parts_of_a_recorded_step(part):
 
 
 @pytest.fixture
-def computed():
-    """Samples drawn without recordings, and played ones counted; cuDNN chooses the same algorithms every time."""
-    torch.backends.cudnn.benchmark = False
-    use_recordings(True)
+def computed(monkeypatch):
+    """Samples drawn without recordings; cuDNN chooses the same algorithms every time."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setattr("ict.recording._wanted", True)
 
     def draw(generator: Generator, **asked) -> torch.Tensor:
         with pytest.MonkeyPatch.context() as patch:
@@ -155,7 +155,9 @@ def test_recorded_answers_to_many_threads_are_each_its_own(computed, plays):
     expected = [computed(pair[seed % 2], n=8, steps=4, seed=seed) for seed in range(32)]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda seed: pair[seed % 2].sample(n=8, steps=4, seed=seed), range(32)))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) and len(plays) > 32
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    plays.clear()
+    assert torch.equal(pair[0].sample(n=8, steps=4, seed=0), expected[0]) and len(plays) == 4
     assert all(False not in calls.kinds.values() for one in pair for calls in _known[one.model].values())
 
 
@@ -174,6 +176,7 @@ def test_a_net_that_cannot_be_recorded_is_computed_and_nothing_else_changes(comp
     with pytest.warns(UserWarning, match="cannot be recorded"):
         assert torch.equal(generator.sample(n=8, steps=3), expected)
     assert torch.cuda.current_stream() == stream and not plays
+    torch.cuda.empty_cache()  # which fails where torch believes that it still records
     other = generator_of()
     assert torch.equal(other.sample(n=8, steps=4), computed(other, n=8, steps=4)) and len(plays) == 2
 
@@ -187,8 +190,7 @@ def test_recorded_answers_on_two_devices(computed, plays):
     assert len(plays) == 14
 
 
-def test_the_memory_of_a_recording_goes_with_its_model(plays):
-    use_recordings(True)
+def test_the_memory_of_a_recording_goes_with_its_model(computed, plays):
 
     def held_after() -> int:
         generator = generator_of()

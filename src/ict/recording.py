@@ -41,18 +41,19 @@ def use_recordings(on: bool) -> None:
 def record(work: Callable[[], T], *, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
     """What `work` launches on the current device as a graph, and the tensors that it leaves when the graph is played.
 
-    The work must have been done once by the same thread. If it cannot be recorded this raises, and all is as before.
+    The work must have been done once by the same thread. If it cannot be recorded this raises, and the thread goes on
+    where it was.
     """
-    before, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+    before, graph, device = torch.cuda.current_stream(), torch.cuda.CUDAGraph(), torch.cuda.current_device()
     with _recording:
-        stream = _streams.setdefault(torch.cuda.current_device(), torch.cuda.Stream())
+        if device not in _streams:  # one that nobody else gets: what others put on it would be recorded, too
+            _streams[device] = torch.cuda.Stream(priority=-1)
         try:
-            torch._C._cuda_clearCublasWorkspaces()  # which would be shared with other recordings
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=_streams[device], capture_error_mode="thread_local"):
                 left = work()
         finally:
             torch.cuda.set_stream(before)  # which torch forgets after an error
-            torch._C._cuda_clearCublasWorkspaces()
+            torch._C._cuda_clearCublasWorkspaces()  # which would be shared with the next recording
     return graph, left
 
 
@@ -79,6 +80,11 @@ class Calls:
     lock: threading.Lock = field(default_factory=threading.Lock)
     pool: Any = None
 
+    @property
+    def holds(self) -> bool:
+        """Whether there is a recording."""
+        return any([*self.kinds.values()])
+
 
 _known: WeakKeyDictionary[ConsistencyModel, dict[torch.cuda.Stream, Calls]] = WeakKeyDictionary()
 
@@ -99,8 +105,8 @@ def answer(model: ConsistencyModel, x: Tensor, sigma: Tensor, label: Tensor | No
         return model(*given)
     with torch.cuda.device(x.device):
         streams, stream = _known.setdefault(model, {}), torch.cuda.current_stream()
-        if stream not in streams and len(streams) >= STREAMS:
-            return model(*given)
+        while stream not in streams and len(streams) >= STREAMS:
+            streams.pop(next(iter(streams)), None)
         calls = streams.setdefault(stream, Calls())
         if not calls.lock.acquire(blocking=False):  # another thread is at it
             return model(*given)
@@ -120,7 +126,7 @@ def take(calls: Calls, kind: tuple[Any, ...], model: ConsistencyModel, given: tu
         del calls.kinds[next(iter(calls.kinds))]
     computed = compute(calls, model, given)
     if known and recording is None:
-        if not any(calls.kinds.values()):  # a pool that nobody uses any more is gone
+        if not calls.holds:  # a pool that nobody uses any more is gone
             calls.pool = torch.cuda.graph_pool_handle()
         try:
             recording = Recording(model, given, calls.pool)
@@ -133,14 +139,17 @@ def take(calls: Calls, kind: tuple[Any, ...], model: ConsistencyModel, given: tu
 
 
 def compute(calls: Calls, model: ConsistencyModel, given: tuple[Tensor, ...]) -> Tensor:
-    """The answer; if there is no room for it, without the recordings."""
+    """The answer; if there is no room for it, without the recordings of all models."""
     try:
         return model(*given)
     except torch.OutOfMemoryError:
-        if not any(calls.kinds.values()):
+        known = [each for streams in [*_known.values()] for each in [*streams.values()]]
+        if not (_recording.locked() or any(each.holds for each in known)):
             raise
-    calls.kinds.clear()
-    torch.cuda.empty_cache()
+    with _recording:  # while there is one under way, torch gives nothing back
+        calls.kinds.clear()
+        _known.clear()
+        torch.cuda.empty_cache()
     return model(*given)
 
 
@@ -155,8 +164,8 @@ def can_record(x: Tensor) -> bool:
 def kind_of(model: ConsistencyModel, given: tuple[Tensor, ...]) -> tuple[Any, ...] | None:
     """All that a recording cannot change: where the weights lie among it, but not what they are.
 
-    None where a call does more than compute: a hook would not be heard, masks of dropout would stay the same, and a
-    compiled net may record by itself.
+    (A number that a layer keeps as a plain attribute is not looked at.) None where a call does more than compute: a
+    hook would not be heard, masks of dropout would stay the same, and a compiled net may record by itself.
     """
     places: list[Any] = []
     modules: list[nn.Module | None] = [model]
@@ -170,11 +179,17 @@ def kind_of(model: ConsistencyModel, given: tuple[Tensor, ...]) -> tuple[Any, ..
         ):  # fmt: skip
             return None
         for tensors in (module._parameters, module._buffers):
-            places += [(one.data_ptr(), one.stride(), one.dtype) for one in tensors.values() if one is not None]
+            places += [
+                (one.data_ptr(), one.shape, one.stride(), one.dtype) for one in tensors.values() if one is not None
+            ]
+        places.append(id(module))
         modules += module._modules.values()
+    products, cudnn, attention = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
     settings = (
         model.kind, model.noise, model.precision, kernels_for(given[0]), torch.is_inference_mode_enabled(),
-        torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision,  # type: ignore
-        torch.are_deterministic_algorithms_enabled(),
+        products.fp32_precision, products.allow_fp16_reduced_precision_reduction,
+        products.allow_bf16_reduced_precision_reduction, cudnn.conv.fp32_precision, cudnn.enabled,  # type: ignore
+        cudnn.deterministic, torch.are_deterministic_algorithms_enabled(), attention.flash_sdp_enabled(),
+        attention.mem_efficient_sdp_enabled(), attention.math_sdp_enabled(), attention.cudnn_sdp_enabled(),
     )  # fmt: skip
     return settings, tuple((one.device, one.shape, one.stride(), one.dtype) for one in given), tuple(places)
