@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from ict.bench import synchronise
 from ict.config import DataConfig
 from ict.data import load_images
 from ict.device import pick_device
@@ -32,18 +33,14 @@ class Clock:
         self.device, self.total = device, 0.0
 
     def __call__(self, text: str, work):
-        self.synchronise()
+        synchronise(self.device)
         begun = time.perf_counter()
         result = work()
-        self.synchronise()
+        synchronise(self.device)
         spent = time.perf_counter() - begun
         self.total += spent
         print(f"{text:<52}{spent:9.2f} s", flush=True)
         return result
-
-    def synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from ict.bench import synchronise
 from ict.config import Config
 from ict.data import Images
 from ict.device import make_deterministic, pick_device, place
@@ -36,13 +37,8 @@ class Blind(Guard):
     def watch(self, loss, *, scale) -> None:
         pass
 
-    def check(self, loss, gradient, *, step, levels) -> bool:
+    def check(self, *, step, levels, scaled, kind) -> bool:
         return True
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def stretch(steps: Iterator[TrainState], count: int, device: torch.device, log: RunLog | None) -> float:

@@ -31,6 +31,8 @@ from typing import Any  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from ict.bench import machine, timed  # noqa: E402
+from ict.device import pick_device  # noqa: E402
 from ict.pictures import grid, png  # noqa: E402
 
 DDPMPP = {
@@ -41,7 +43,7 @@ NCSNPP = DDPMPP | {
     "embedding_type": "fourier", "encoder_type": "residual", "channel_mult_noise": 2, "resample_filter": [1, 3, 3, 1],
 }  # fmt: skip
 STAGES, SAMPLES, AT_ONCE = 8, 50_000, 500
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = pick_device("auto")
 
 
 class ECT:
@@ -58,7 +60,7 @@ class ECT:
         self.net = ECMPrecond(**shape, **net, use_fp16=True, dropout=dropout).train().requires_grad_(True).to(DEVICE)
         self.ema, self.decay = copy.deepcopy(self.net).eval().requires_grad_(False), decay
         self.optimiser = torch.optim.RAdam(self.net.parameters(), lr=1e-4, betas=(0.9, 0.999), eps=1e-8)
-        self.loss, self.scaler = ECMLoss(q=2), torch.amp.GradScaler(DEVICE, enabled=scaled)
+        self.loss, self.scaler = ECMLoss(q=2), torch.amp.GradScaler(DEVICE.type, enabled=scaled)
 
     def step(self, pixels: Tensor) -> Tensor:
         self.optimiser.zero_grad(set_to_none=True)
@@ -82,18 +84,6 @@ class ECT:
             yield (x * 127.5 + 128).clip(0, 255).to(torch.uint8)
 
 
-def clock(work: Callable[[], object], *, before: int, repeats: int) -> float:
-    """Seconds that it takes, after some turns that are not counted."""
-    for _ in range(before):
-        work()
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begun) / repeats
-
-
 def ect_step(*batches: str) -> None:
     for batch in map(int, batches or ("512", "1024")):
         torch.cuda.empty_cache()
@@ -101,7 +91,7 @@ def ect_step(*batches: str) -> None:
         peer = ECT(NCSNPP, dropout=0.3, decay=0.9999, scaled=False)
         peer.loss.update_schedule(STAGES - 1)
         pixels = torch.randint(0, 256, (batch, 3, 32, 32), dtype=torch.uint8, device=DEVICE)
-        seconds = clock(lambda peer=peer, pixels=pixels: peer.step(pixels), before=8, repeats=12)
+        seconds = timed(lambda peer=peer, pixels=pixels: peer.step(pixels), DEVICE, before=8, repeats=12)
         size = sum(parameter.numel() for parameter in peer.net.parameters())
         memory = torch.cuda.max_memory_allocated() / 2**30
         print(
@@ -131,7 +121,7 @@ def ect_train(cifar10: str, inception: str, out: str, seconds: str) -> None:
     torch.cuda.synchronize()
     spent = time.perf_counter() - BEGUN
     print(f"{spent:.1f} s, {step:,} steps of {batch}, {step * batch / spent:,.0f} images/s", flush=True)
-    net = open_features("inception", weights=Path(inception), device=torch.device(DEVICE))
+    net = open_features("inception", weights=Path(inception), device=DEVICE)
     Path(out).mkdir(parents=True, exist_ok=True)
     with torch.inference_mode():
         real = look_at_real(images, net)
@@ -149,7 +139,7 @@ def sampling(who: str, *batches: str) -> None:
     torch.manual_seed(0)
     draw = our_samples() if name == "ours" else their_samples(torch.float32 if "float32" in how else torch.float16)
     for count in map(int, batches or ("1", "16", "64", "256")):
-        seconds = clock(lambda n=count: draw(n), before=3, repeats=5)
+        seconds = timed(lambda n=count: draw(n), DEVICE, before=3, repeats=5)
         print(f"{who}, batch {count}: {count / seconds:,.1f} images/s, {1000 * seconds:.1f} ms", flush=True)
 
 
@@ -190,7 +180,7 @@ def main() -> None:
     works: dict[str, Callable[..., None]] = {"ect-step": ect_step, "ect-train": ect_train, "sampling": sampling}
     if what not in works:
         sys.exit(__doc__)
-    print(f"{torch.cuda.get_device_name() if DEVICE == 'cuda' else DEVICE}, torch {torch.__version__}")
+    print(machine(DEVICE))
     works[what](*rest)
 
 

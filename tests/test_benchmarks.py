@@ -6,6 +6,13 @@ from types import ModuleType
 
 import pytest
 import torch
+from helpers import tiny_config
+
+from ict.data import load_images
+from ict.model import ModelSpec, build_model
+from ict.ranks import ALONE
+from ict.training.budget import Budget
+from ict.training.loop import new_state, train
 
 SCRIPTS = sorted((Path(__file__).parents[1] / "benchmarks").glob("*.py"))
 
@@ -26,6 +33,15 @@ def test_a_script_loads_and_says_how_it_is_called(path):
 
 def script(name: str) -> ModuleType:
     return load(next(path for path in SCRIPTS if path.stem == name))
+
+
+def test_a_run_goes_on_under_a_guard_that_looks_at_nothing():
+    config, device = tiny_config(), torch.device("cpu")
+    images = load_images(config.data)
+    state = new_state(config, build_model(ModelSpec.from_config(config, images.class_names)))
+    guard = script("overhead").Blind(config, ALONE, device)
+    steps = [state.loss.item() for _ in train(config, state, images, Budget(steps=3), guard=guard)]
+    assert len(steps) == 3 and state.taken is True
 
 
 def test_a_printed_table_of_growth_is_read_again():

@@ -233,9 +233,9 @@ def recorded(work: Callable[[], object], config: Config, device: torch.device) -
     return graph.replay
 
 
-def timed(work: Callable[[], object], device: torch.device, *, repeats: int) -> float:
-    """Seconds that it takes, after two turns that are not counted."""
-    for _ in range(2):
+def timed(work: Callable[[], object], device: torch.device, *, repeats: int, before: int = 2) -> float:
+    """Seconds that it takes, after some turns that are not counted."""
+    for _ in range(before):
         work()
     synchronise(device)
     begun = time.perf_counter()

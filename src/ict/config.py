@@ -262,7 +262,7 @@ class SpeedConfig:
     precision: str = "auto"  # of the net's trunk; "auto": the fastest that is safe at the current N
     channels_last: bool = True  # the layout that convolutions are fastest in
     kernels: bool = True  # this project's own kernels for what stands between the convolutions
-    graphs: bool = True  # a step is recorded once (a CUDA graph) and played again
+    graphs: bool = True  # steps, and calls for samples on the way, are recorded (CUDA graphs) and played again
     fused_update: bool = True  # optimiser and averages in one pass over the weights
     compile: bool = False  # torch.compile of the net, which then writes its own kernels
 
