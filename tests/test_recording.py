@@ -306,17 +306,33 @@ def test_only_a_call_that_nothing_around_it_changes_is_recorded(case, monkeypatc
             hook.remove()
 
 
+class FakeStream(str):
+    device = "cpu"
+
+
 class FakeCUDA:
-    """As much of torch.cuda as `record` uses; a recording fails where it is told to, as torch's does."""
+    """As much of torch.cuda as `record` uses; a recording fails where it is told to, and leaves what torch leaves.
+
+    That is, as seen on a GPU: `drawn` (the generator believes that its draws are recorded) until the next recording
+    ends, and `pools` (into which memory is recorded) for ever.
+    """
 
     def __init__(self, monkeypatch, fails=None):
         self.fails, self.current, self.streams, self.device, self.cleared = fails, "mine", [], 0, 0
+        self.drawn, self.pools, self.released, self.modes = False, [], [], []
+        handles = iter(range(100))
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_pool, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda _, pool: self.released.append(pool), raising=False)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        monkeypatch.setattr(recording, "_kept", [])
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device)
         monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "current", stream))
         self.made = iter(range(100))
-        monkeypatch.setattr(torch.cuda, "Stream", lambda priority: f"of {self.device}, {next(self.made)}")
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+        stream = lambda priority: FakeStream(f"of {self.device}, {next(self.made)}")  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "Stream", stream)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
         monkeypatch.setattr(torch.cuda, "graph", self.graph)
         monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.clear, raising=False)
         monkeypatch.setattr(recording, "_streams", {})
@@ -324,20 +340,38 @@ class FakeCUDA:
     def clear(self):
         self.cleared += 1
 
+    def end_pool(self, device, pool):
+        if pool not in self.pools:
+            raise RuntimeError("not currently recording to mempool_id")
+        self.pools.remove(pool)
+
+    def capture_begin(self, *, capture_error_mode):
+        assert recording._recording.locked()
+        self.drawn = True
+        self.modes.append(torch.is_inference_mode_enabled())
+
+    def capture_end(self):
+        self.drawn = False
+
     @contextlib.contextmanager
     def graph(self, graph, *, pool, stream, capture_error_mode):
-        self.current = stream
+        self.current, self.drawn = stream, True
         self.streams.append(stream)
         if self.fails == "begin":
             raise RuntimeError("cannot begin")
-        yield
-        if self.fails == "end":
-            raise RuntimeError("cannot end")
-        self.current = "mine"
+        self.pools.append(pool)
+        try:
+            yield
+        finally:
+            if self.fails == "end":
+                raise RuntimeError("cannot end")
+            self.pools.remove(pool)
+            self.drawn, self.current = False, "mine"
 
 
+@pytest.mark.parametrize("pool", [None, "given"])
 @pytest.mark.parametrize("fails", [None, "begin", "work", "end"])
-def test_whatever_happens_to_a_recording_its_thread_goes_on_where_it_was(fails, monkeypatch):
+def test_whatever_happens_to_a_recording_its_thread_goes_on_where_it_was_and_torch_is_whole(fails, pool, monkeypatch):
     cuda = FakeCUDA(monkeypatch, fails)
 
     def work():
@@ -346,8 +380,17 @@ def test_whatever_happens_to_a_recording_its_thread_goes_on_where_it_was(fails, 
         return cuda.current
 
     with pytest.raises(RuntimeError, match=f"cannot {fails}") if fails else contextlib.nullcontext():
-        assert record(work)[1] == "of 0, 0"
+        assert record(work, pool=pool)[1] == "of 0, 0"
     assert cuda.current == "mine" and cuda.cleared == 1 and not recording._recording.locked()
+    assert not cuda.drawn and not cuda.pools and cuda.released == ([pool or 0] if fails == "end" else [])
+
+
+def test_what_recordings_share_is_made_outside_of_inference_mode(monkeypatch):
+    cuda = FakeCUDA(monkeypatch)
+    with torch.inference_mode():
+        record(lambda: None)
+        record(lambda: None)
+    assert cuda.modes == [False] and len(recording._kept) == 1
 
 
 def test_each_device_is_recorded_on_a_stream_of_its_own(monkeypatch):
