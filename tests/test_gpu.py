@@ -173,16 +173,22 @@ def test_a_net_that_cannot_be_recorded_is_computed_and_nothing_else_changes(comp
         """A net that asks the GPU for a number."""
 
         def forward(self, x, c_noise, label=None, key=None):
-            return x * (2.0 if x.sum().item() > 0 else 1.0)
+            return x * (2.0 if len(x) == 8 and x.sum().item() > 0 else 1.0)
 
     model = ConsistencyModel(Waits(), NoiseConfig(), image_shape=(1, 8, 8)).eval()
     model.register_parameter("nothing", torch.nn.Parameter(torch.zeros(1)))
     spec = ModelSpec.from_config(tiny_config(data={"classes": 0}), ())
     stream, generator = torch.cuda.current_stream(), Generator(model, spec).to("cuda")
-    expected = computed(generator, n=8, steps=3)
+    asked = [{"n": n, "steps": 4} for n in (8, 4, 2)]
+    expected = [computed(generator, **each) for each in asked]
+    assert torch.equal(generator.sample(**asked[1]), expected[1]) and len(plays) == 2  # before a refusal …
     with pytest.warns(UserWarning, match="cannot be recorded"):
-        assert torch.equal(generator.sample(n=8, steps=3), expected)
-    assert torch.cuda.current_stream() == stream and not plays
+        assert torch.equal(generator.sample(**asked[0]), expected[0])
+    assert torch.cuda.current_stream() == stream and len(plays) == 2
+    for each, right, count in zip(asked, expected, (2, 6, 8), strict=True):  # … and after it, the same net
+        assert torch.equal(generator.sample(**each), right) and len(plays) == count
+    plays.clear()
+    torch.cuda.empty_cache()
     large = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     held = torch.cuda.memory_reserved()
     del large

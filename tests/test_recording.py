@@ -108,6 +108,11 @@ def test_a_kind_that_cannot_be_recorded_is_computed_and_not_tried_again(no_gpu, 
         assert ask(model, *[8] * 5) == [0] * 5
     assert len(tries) == 1
     assert ask(model, 3, 3, 3, 8, 3) == [0, 0, 1, 0, 1]  # others are
+    before = calls_of(model).pool
+    monkeypatch.setattr(recording, "Recording", lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
+    with pytest.warns(UserWarning, match="cannot be recorded"):
+        ask(model, 5, 5)
+    assert calls_of(model).pool != before  # which torch would not record to any more
 
 
 def test_a_call_beside_another_threads_is_computed(no_gpu, monkeypatch):
@@ -314,18 +319,19 @@ class FakeCUDA:
     """As much of torch.cuda as `record` uses; a recording fails where it is told to, and leaves what torch leaves.
 
     That is, as seen on a GPU: `drawn` (the generator believes that its draws are recorded) until the next recording
-    ends, and `pools` (into which memory is recorded) for ever.
+    ends, and `pools` (into which memory is recorded) for ever. A newer torch ends the pool by itself.
     """
 
     def __init__(self, monkeypatch, fails=None):
         self.fails, self.current, self.streams, self.device, self.cleared = fails, "mine", [], 0, 0
-        self.drawn, self.pools, self.released, self.modes = False, [], [], []
+        self.drawn, self.pools, self.released, self.ended = False, [], [], []
         handles = iter(range(100))
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_pool, raising=False)
-        monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda _, pool: self.released.append(pool), raising=False)
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        monkeypatch.setattr(recording, "_kept", [])
+        release = lambda device, pool: self.released.append((device, pool))  # noqa: E731
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", release, raising=False)
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(recording, "_refused", [])
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device)
         monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "current", stream))
@@ -341,17 +347,25 @@ class FakeCUDA:
         self.cleared += 1
 
     def end_pool(self, device, pool):
-        if pool not in self.pools:
+        if (device, pool) not in self.pools:
             raise RuntimeError("not currently recording to mempool_id")
-        self.pools.remove(pool)
+        self.pools.remove((device, pool))
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
 
     def capture_begin(self, *, capture_error_mode):
-        assert recording._recording.locked()
+        assert recording._recording.locked() and self.current == "of 0, 0"
+        if self.fails == "mend":
+            raise RuntimeError("cannot begin again")
         self.drawn = True
-        self.modes.append(torch.is_inference_mode_enabled())
 
     def capture_end(self):
         self.drawn = False
+        self.ended.append(self.current)
 
     @contextlib.contextmanager
     def graph(self, graph, *, pool, stream, capture_error_mode):
@@ -359,18 +373,22 @@ class FakeCUDA:
         self.streams.append(stream)
         if self.fails == "begin":
             raise RuntimeError("cannot begin")
-        self.pools.append(pool)
+        self.pools.append((self.device, pool))
+        if self.fails == "begin late":
+            raise RuntimeError("cannot begin late")
         try:
             yield
         finally:
-            if self.fails == "end":
-                raise RuntimeError("cannot end")
-            self.pools.remove(pool)
+            if self.fails == "end newer":
+                self.pools.remove((self.device, pool))
+            if self.fails in ("end", "end newer", "mend"):
+                raise RuntimeError(f"cannot {self.fails}")
+            self.pools.remove((self.device, pool))
             self.drawn, self.current = False, "mine"
 
 
 @pytest.mark.parametrize("pool", [None, "given"])
-@pytest.mark.parametrize("fails", [None, "begin", "work", "end"])
+@pytest.mark.parametrize("fails", [None, "begin", "begin late", "work", "end", "end newer"])
 def test_whatever_happens_to_a_recording_its_thread_goes_on_where_it_was_and_torch_is_whole(fails, pool, monkeypatch):
     cuda = FakeCUDA(monkeypatch, fails)
 
@@ -382,15 +400,16 @@ def test_whatever_happens_to_a_recording_its_thread_goes_on_where_it_was_and_tor
     with pytest.raises(RuntimeError, match=f"cannot {fails}") if fails else contextlib.nullcontext():
         assert record(work, pool=pool)[1] == "of 0, 0"
     assert cuda.current == "mine" and cuda.cleared == 1 and not recording._recording.locked()
-    assert not cuda.drawn and not cuda.pools and cuda.released == ([pool or 0] if fails == "end" else [])
+    assert not cuda.drawn and not cuda.pools
+    left = fails in ("begin late", "end")  # by torch, in the middle
+    assert cuda.released == ([(0, pool or 0)] if left else []) and recording._refused == ([cuda] if left else [])
 
 
-def test_what_recordings_share_is_made_outside_of_inference_mode(monkeypatch):
-    cuda = FakeCUDA(monkeypatch)
-    with torch.inference_mode():
+def test_a_recording_that_cannot_even_be_mended_tells_its_own_reason(monkeypatch):
+    cuda = FakeCUDA(monkeypatch, "mend")
+    with pytest.raises(RuntimeError, match="cannot mend"):
         record(lambda: None)
-        record(lambda: None)
-    assert cuda.modes == [False] and len(recording._kept) == 1
+    assert cuda.current == "mine" and not recording._recording.locked()
 
 
 def test_each_device_is_recorded_on_a_stream_of_its_own(monkeypatch):

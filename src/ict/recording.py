@@ -29,7 +29,7 @@ STREAMS = 2  # on which a model's calls are recorded
 _wanted = True
 _recording = threading.Lock()  # CUDA takes one recording at a time in a process
 _streams: dict[int, torch.cuda.Stream] = {}  # device -> where recordings are made on it
-_kept: list[torch.cuda.CUDAGraph] = []  # which torch must not lose (see `record` and `mend`)
+_refused: list[torch.cuda.CUDAGraph] = []  # which torch may still ask whether memory is theirs
 
 
 def use_recordings(on: bool) -> None:
@@ -44,53 +44,46 @@ def record(work: Callable[[], T], *, pool: Any = None) -> tuple[torch.cuda.CUDAG
     """What `work` launches on the current device as a graph, and the tensors that it leaves when the graph is played.
 
     The work must have been done once by the same thread. If it cannot be recorded this raises, and the thread goes on
-    where it was; a pool that no other recording holds is gone then.
+    where it was; its pool cannot be used again then.
     """
     before, graph, device = torch.cuda.current_stream(), torch.cuda.CUDAGraph(), torch.cuda.current_device()
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     with _recording:
         if device not in _streams:  # one that nobody else gets: what others put on it would be recorded, too
             _streams[device] = torch.cuda.Stream(priority=-1)
-            _kept.append(record_nothing(device))
         try:
             with torch.cuda.graph(graph, pool=pool, stream=_streams[device], capture_error_mode="thread_local"):
                 left = work()
         except BaseException:
-            torch.cuda.set_stream(before)  # which torch forgets after an error
             mend(graph, pool, device)
             raise
         finally:
-            torch.cuda.set_stream(before)
+            torch.cuda.set_stream(before)  # which torch forgets after an error
             torch._C._cuda_clearCublasWorkspaces()  # which would be shared with the next recording
     return graph, left
 
 
-def record_nothing(device: int) -> torch.cuda.CUDAGraph:
-    """The shortest recording.
-
-    Kept, the first of a device keeps what torch shares between recordings out of inference mode: made inside, it could
-    not be used outside, and no later recording begin.
-    """
-    graph, stream = torch.cuda.CUDAGraph(), _streams[device]
-    with torch.inference_mode(False), torch.cuda.stream(stream):
-        number = torch.zeros(1, device=stream.device)
-        graph.capture_begin(capture_error_mode="thread_local")
-        number.zero_()  # torch warns of a graph without anything
-        graph.capture_end()
-    return graph
-
-
 def mend(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> None:
-    """Make torch whole after a recording that CUDA refused, at which it stops before it has cleaned up.
+    """Make torch whole after a recording that CUDA refused: 2.11 stops there before it has cleaned up.
 
-    It would never give memory back again, and (before 2.13) not draw a random number: its generator waits for the end
-    of a recording, of any.
+    It would not give memory back any more, and not draw a random number: its generator waits for a recording to end,
+    whichever. (Newer ones end the pool by themselves, and hold what is in it.)
     """
     with contextlib.suppress(RuntimeError):  # not under way: it never was, or the work itself failed, and it has ended
         torch._C._cuda_endAllocateToPool(device, pool)
+        _refused.append(graph)
         torch._C._cuda_releasePool(device, pool)
-        _kept.append(graph)  # which torch may still ask whether memory is its
-    record_nothing(device)
+    with contextlib.suppress(Exception):  # the reason that the caller hears of is the first
+        record_nothing(_streams[device])
+
+
+def record_nothing(stream: torch.cuda.Stream) -> None:
+    """The shortest recording."""
+    with torch.inference_mode(), torch.cuda.stream(stream):  # the mode in which anything may be written to
+        graph, number = torch.cuda.CUDAGraph(), torch.zeros(1, device=stream.device)
+        graph.capture_begin(capture_error_mode="thread_local")
+        number.zero_()  # torch warns of a graph without anything
+        graph.capture_end()
 
 
 class Recording:
@@ -167,7 +160,7 @@ def take(calls: Calls, kind: tuple[Any, ...], model: ConsistencyModel, given: tu
         try:
             recording = Recording(model, given, calls.pool)
         except Exception as error:  # whatever it is: the call can be computed
-            recording = False
+            recording, calls.pool = False, torch.cuda.graph_pool_handle()
             reason = f"{type(error).__name__}: {str(error)[:200]}"
             warnings.warn(f"samples of this kind cannot be recorded and will be slower ({reason})", stacklevel=2)
     calls.kinds[kind] = recording
