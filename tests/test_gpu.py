@@ -206,7 +206,7 @@ from ict.recording import record
 x = torch.ones(8, device="cuda")
 for first in (True, False):
     with torch.inference_mode(first):
-        y = x * 2
+        x * 3  # once before, as `record` asks
         graph, left = record(lambda: x * 3)
         graph.replay()
         assert left.sum().item() == 24 and torch.randn(4, device="cuda").abs().sum() > 0

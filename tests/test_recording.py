@@ -324,7 +324,7 @@ class FakeCUDA:
 
     def __init__(self, monkeypatch, fails=None):
         self.fails, self.current, self.streams, self.device, self.cleared = fails, "mine", [], 0, 0
-        self.drawn, self.pools, self.released, self.ended = False, [], [], []
+        self.drawn, self.pools, self.released = False, [], []
         handles = iter(range(100))
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_pool, raising=False)
@@ -365,7 +365,6 @@ class FakeCUDA:
 
     def capture_end(self):
         self.drawn = False
-        self.ended.append(self.current)
 
     @contextlib.contextmanager
     def graph(self, graph, *, pool, stream, capture_error_mode):

@@ -155,12 +155,12 @@ def take(calls: Calls, kind: tuple[Any, ...], model: ConsistencyModel, given: tu
         del calls.kinds[next(iter(calls.kinds))]
     computed = compute(calls, model, given)
     if known and recording is None:
-        if not calls.holds:  # a pool that nobody uses any more is gone
+        if calls.pool is None or not calls.holds:  # a pool that nobody uses any more is gone
             calls.pool = torch.cuda.graph_pool_handle()
         try:
             recording = Recording(model, given, calls.pool)
         except Exception as error:  # whatever it is: the call can be computed
-            recording, calls.pool = False, torch.cuda.graph_pool_handle()
+            recording, calls.pool = False, None
             reason = f"{type(error).__name__}: {str(error)[:200]}"
             warnings.warn(f"samples of this kind cannot be recorded and will be slower ({reason})", stacklevel=2)
     calls.kinds[kind] = recording
