@@ -5,9 +5,10 @@
 
 The reader, a classifier of five convolutions, is trained in minutes and kept in READER.pt. Each run has a U-Net of
 1M parameters, Muon, the exact score of the set, N from 11 to 161; 800 steps of 64 take about ten minutes of one core.
-Printed: Fréchet distance by the reader's features of 4,000 samples in one step and in two, and of the model's
-answers to 2,000 real images with noise of some levels. The reader is small and was trained on the same images, and has
-been wrong: with --inception also KID by Inception of 1,200 samples against 3,000 images (some minutes more each).
+Printed for every average that it keeps: Fréchet distance by the reader's features of 4,000 samples in one step and in
+two, and of the model's answers to 2,000 real images with noise of some levels. The reader is small and was trained on
+the same images, and has been wrong: with --inception also KID by Inception of 1,200 samples against 3,000 images (some
+minutes more each).
 """
 
 import argparse
@@ -113,17 +114,18 @@ def main() -> None:
         state, begun = new_state(config, build_model(spec, seed=config.seed)), time.perf_counter()
         for _ in train(config, state, images, Budget(steps=given.steps)):
             pass
-        model = build_model(spec)
-        model.load_state_dict(state.averages[0].weights)
-        generator = Generator(model, spec)
-        drawn = [to_uint8(generator.sample(4000, steps=calls, batch=500)) for calls in (1, 2)]
-        answers = [to_uint8(answer(generator, pixels[:2000], noise, sigma)) for sigma in LEVELS]
-        scores = [frechet_distance(reader.moments(one), real) for one in (*drawn, *answers)]
-        by_level = ", ".join(f"σ {sigma:g} {score:.2f}" for sigma, score in zip(LEVELS, scores[2:], strict=True))
-        spent = time.perf_counter() - begun
-        print(f"{name}: {scores[0]:.2f} / {scores[1]:.2f}; {by_level}; {spent:.0f} s", flush=True)
-        if judge is not None:
-            print(f"{name}: KID times 1,000: " + " / ".join(judge(each[:1200]) for each in drawn), flush=True)
+        for average in state.averages:
+            model = build_model(spec)
+            model.load_state_dict(average.weights)
+            generator = Generator(model, spec)
+            drawn = [to_uint8(generator.sample(4000, steps=calls, batch=500)) for calls in (1, 2)]
+            answers = [to_uint8(answer(generator, pixels[:2000], noise, sigma)) for sigma in LEVELS]
+            scores = [frechet_distance(reader.moments(one), real) for one in (*drawn, *answers)]
+            by_level = ", ".join(f"σ {sigma:g} {score:.2f}" for sigma, score in zip(LEVELS, scores[2:], strict=True))
+            spent, who = time.perf_counter() - begun, f"{name}, ema {average.decay:g}"
+            print(f"{who}: {scores[0]:.2f} / {scores[1]:.2f}; {by_level}; {spent:.0f} s", flush=True)
+            if judge is not None:
+                print(f"{who}: KID times 1,000: " + " / ".join(judge(each[:1200]) for each in drawn), flush=True)
 
 
 @torch.inference_mode()
