@@ -11,11 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from helpers import tiny_config
 from PIL import Image
 
+from ict import sampling
 from ict.cli import app
+from ict.display import DataProgress
 from ict.frontpage import COMMANDS
 from ict.model import ModelSpec, build_model, pack_model
 from ict.reading import ConfigError
@@ -166,7 +169,7 @@ def test_a_budget_of_time(trained, tmp_path):
         (("data", "inspect", "digits", "--out", "sheet.jpg"), "the sheet is a .png"),
         (("sample", "nowhere"), "there is no model at nowhere"),
         (("sample", "."), "holds no model"),
-        (("info", "nowhere.safetensors"), "no recipe"),
+        (("info", "nowhere"), "no recipe"),
         (("report", "nowhere"), "recipe.toml"),
         (("train", "cifar10-ict"), "set data.path"),
         (("info", "digits", "--tflops", 0), "--tflops 0"),
@@ -204,11 +207,106 @@ def test_user_errors_end_with_a_message_and_code_2(arguments, message, tmp_path)
         (("-n", 0), "at least 1 image"),
         (("--ema", 0.5), "has the rates 0.9, 0.99"),
         (("--scale", 0), "--scale 0"),
+        (("--steps", 10**9), "use 1 to 1000"),
+        (("--steps", 2, "--sigmas", "80,0.8"), "--steps and --sigmas exclude each other"),
+        (("--label", "9" * 5000), "no class is called"),
     ],
 )
 def test_sample_refuses_what_it_cannot_do(arguments, message, trained, tmp_path):
     done = ict("sample", trained, "--out", tmp_path / "x.png", *arguments)
     assert done.returncode == 2 and message in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_drawing(trained, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.png").mkdir()
+    monkeypatch.setattr("ict.sampling.sample_numbers", None)  # nothing is drawn
+    for out, scale, message in (
+        ("file", 1, "is a file: give a folder, or a .png"),
+        ("folder.png", 1, "is a folder: name a file"),
+        ("file/b.png", 1, "file is a file, not a folder"),
+        ("new/deep/a.png", 100_000, "too large"),
+        ("/proc/x.png", 1, "cannot be written in /proc"),
+        ("/proc/x", 1, "cannot be written in /proc"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            app(["sample", str(trained), "--out", str(tmp_path / out), "--scale", str(scale)], standalone_mode=False)
+    with pytest.raises(ConfigError, match="cannot be written in /proc"):
+        app(["tune", str(trained), "--write", "/proc/x.safetensors"], standalone_mode=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.png"]
+
+
+def test_single_files_are_written_as_they_are_drawn(trained, tmp_path, monkeypatch, capsys):
+    """What is there when it is stopped stays, and the same command draws the rest."""
+    real, calls = sampling.sample_numbers, []
+
+    def tired(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*arguments, **options)
+
+    arguments = ["sample", str(trained), "-n", "7", "--batch", "3", "--out", str(tmp_path / "some")]
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling, "sample_numbers", tired)
+        assert app(arguments, standalone_mode=False) == 130
+    assert "stopped: 6 of 7 images are in" in capsys.readouterr().err
+    first = {path.name: path.read_bytes() for path in (tmp_path / "some").iterdir()}
+    assert sorted(first) == [f"0000{i}.png" for i in range(6)]
+    app(arguments, standalone_mode=False)
+    again = {path.name: path.read_bytes() for path in (tmp_path / "some").iterdir()}
+    assert len(again) == 7 and again.items() > first.items()
+
+
+def test_long_work_without_a_terminal_says_a_line_at_times(monkeypatch, capsys):
+    monkeypatch.setattr("ict.display.QUIET", 0.0)
+    with DataProgress("drawing", total=2000) as progress:
+        progress(1500, 2000)
+    with DataProgress("drawing", total=2000, quiet=True) as progress:
+        progress(1500, 2000)
+    assert capsys.readouterr().err == "drawing: 1,500 of 2,000 (75%)\n"
+
+
+def with_names(path: Path, names: tuple[str, ...]) -> Path:
+    """A model file whose classes are called so."""
+    spec = ModelSpec.from_config(tiny_config(data={"classes": len(names)}), names)
+    path.write_bytes(pack_model(spec, build_model(spec).state_dict(), {}))
+    return path
+
+
+def test_a_class_with_a_comma_in_its_name(tmp_path):
+    model = with_names(tmp_path / "m.safetensors", ("a,b", "c"))
+    for label in ("a,b", "c", "0,1"):
+        assert ict("sample", model, "-n", 2, "--label", label, "--out", tmp_path / "x.png").returncode == 0
+
+
+def test_names_in_a_file_do_not_command_the_terminal(tmp_path):
+    model = with_names(tmp_path / "m.safetensors", ("\x1b[2J\x07evil", "c"))
+    done = ict("sample", model, "--label", "zz", "--out", tmp_path / "x.png")
+    assert done.returncode == 2 and "evil" in done.stderr and "\x1b" not in done.stderr and "\x07" not in done.stderr
+
+
+def test_a_header_without_end_is_refused(tmp_path):
+    deep = {"ict": "[" * 100_000}
+    safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "m.safetensors", metadata=deep)
+    done = ict("sample", tmp_path / "m.safetensors", "--out", tmp_path / "x.png")
+    assert done.returncode == 2 and "its header cannot be read" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("report", "nowhere"), "nowhere is not the folder of a run"),
+        (("info", "nowhere.safetensors"), "there is no model at nowhere.safetensors"),
+        (("sample", "recipe.toml"), "give a model that `ict train` wrote, or a run's folder"),
+        (("eval", ".", "--steps", "2", "--sigmas", "80,0.8"), "--steps and --sigmas exclude each other"),
+        (("eval", ".", "--weights", "nowhere", "--samples", "10"), "--weights is for other features"),
+        (("sample", ".", "--out", "x.svg"), "written as .png"),
+    ],
+)
+def test_errors_name_what_is_wrong(arguments, message, trained):
+    done = ict(*arguments, cwd=trained)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
 def test_pictures_are_png(trained, tmp_path):

@@ -36,7 +36,7 @@ def written(tmp_path: Path, text: str) -> Path:
         ({"objective": {"c": 0.0}}, "objective.c"),
         ({"noise": {"sigma_min": 80.0}}, "noise.sigma_min = 80.0 must be below noise.sigma_max = 80.0"),
         ({"objective": {"floor": 0.0}}, "objective.floor = 0.0: must be above 0"),
-        ({"noise": {"sigma_min": 0.0}}, "noise.sigma_min = 0.0: must be above 0"),
+        ({"noise": {"sigma_min": 0.0}}, "noise.sigma_min = 0.0: use 1e-09 to 1,000,000"),
         ({"sampling": {"sigma_mid": 100.0}}, "sampling.sigma_mid = 100.0 must lie between"),
         ({"training": {"steps": 5, "images": 5}}, "bounded by one of them"),
         ({"training": {"budget": "soon"}}, "write it like 90s, 3m"),

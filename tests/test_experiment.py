@@ -602,7 +602,7 @@ def test_no_good_checkpoint_is_an_error_that_names_each(whole, tmp_path):
 
 
 def test_a_full_disk_keeps_the_last_good_checkpoint(whole, tmp_path, monkeypatch):
-    original, written = checkpoint.write_synced, []
+    original, written = checkpoint.write_new, []
 
     def full(path, data):
         written.append(path)
@@ -611,7 +611,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(whole, tmp_path, monkeypatch
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         original(path, data)
 
-    monkeypatch.setattr(checkpoint, "write_synced", full)
+    monkeypatch.setattr(checkpoint, "write_new", full)
     console = quiet()
     run(tiny_config(), tmp_path / "run", device="cpu", console=console)
     monkeypatch.undo()

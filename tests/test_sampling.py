@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -157,11 +158,58 @@ def test_classes_left_out_are_drawn_evenly_and_by_the_seed():
         ({"n": np.array([2, 3])}, "use a whole number"),
         ({"n": 2, "label": torch.tensor([1.5, 2.0])}, "use a whole number"),
         ({"n": 2, "label": np.array([[1, 2], [2, 3]])}, "use a whole number"),
+        ({"n": 1, "steps": 10**9}, "steps = 1000000000: use 1 to 1000"),
+        ({"n": 1, "steps": 2, "sigmas": [80.0, 0.8]}, "exclude each other"),
+        ({"n": 1, "sigmas": "80,0.8"}, "sigmas = 80,0.8: give a list"),
+        ({"n": 1, "sigmas": [80, None]}, "give a list"),
+        ({"n": 1, "sigmas": 80.0}, "give a list"),
+        ({"n": 1, "sigmas": [80, float("nan")]}, "falling"),
+        ({"n": 2, "label": {1, 2}}, "give one class, or a list"),
+        ({"n": 1, "label": {"1": 1}}, "give one class, or a list"),
+        ({"n": 1, "label": b"7"}, "give one class, or a list"),
+        ({"n": 1, "label": "9" * 5000}, "no class is called"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         generator().sample(**arguments)
+
+
+def test_levels_of_any_kind_of_number():
+    g = generator()
+    plain = g.sample(2, sigmas=[80.0, 0.5])
+    for levels in ((80, 0.5), np.array([80, 0.5]), torch.tensor([80, 0.5])):
+        assert torch.equal(g.sample(2, sigmas=levels), plain)
+
+
+def test_batches_are_the_samples_and_refuse_at_once():
+    g = generator()
+    drawn = list(g.batches(5, batch=2, seed=3))
+    assert [len(some) for some in drawn] == [2, 2, 1]
+    assert torch.equal(torch.cat(drawn), g.sample(5, batch=2, seed=3))
+    with pytest.raises(ConfigError, match="at least 1 image"):
+        g.batches(0)
+
+
+def test_a_diffusion_model_takes_no_steps_only_when_none_are_asked_for():
+    g = generator()
+    g = Generator(g.model, replace(g.spec, kind="diffusion"))
+    assert len(g.ladder()) == 18
+    with pytest.raises(ConfigError, match="steps = 0"):
+        g.ladder(0)
+
+
+def test_a_long_list_of_classes_is_not_told_whole():
+    with pytest.raises(ConfigError, match=r"'19', … \(1,000 in all\)$"):
+        class_number("cat", [str(i) for i in range(1000)])
+
+
+def test_a_device_is_picked_as_on_the_command_line():
+    assert generator().to("auto").device.type in ("cpu", "cuda")
+    with pytest.raises(ConfigError, match="cannot be used here"):
+        generator().to("cuda:99")
+    with pytest.raises(ConfigError, match="cannot be used here"):
+        generator().to("nonsense")
 
 
 def test_a_model_without_classes_takes_no_label():

@@ -3,16 +3,20 @@
 import errno
 import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ict.cli_data import data
-from ict.files import DamagedFile, explain, holds_run
+from ict.files import DamagedFile, check_target, explain, holds_run
 from ict.frontpage import COMMANDS, page
-from ict.reading import ConfigError, parse_duration, require
+from ict.reading import ConfigError, parse_duration, printable, require
 from ict.recipes import find_recipe, list_recipes, load_recipe
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=page())
 app.add_typer(data, name="data", help=COMMANDS["data"])
@@ -60,7 +64,7 @@ def with_auto(arguments: list[str]) -> list[str]:
 
 
 def fail(message: str, *, code: int = 2) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {printable(message)}", file=sys.stderr)  # names in other people's files may hold anything
     return code
 
 
@@ -138,37 +142,72 @@ def sample(
     ladder = parse_sigmas(sigmas)
     sheet = out.suffix.lower() == ".png"
     require(
-        sheet or out.suffix.lower() not in (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
+        sheet or out.suffix.lower() not in PICTURES,
         f"--out {out}: pictures are written as .png; give a .png or a folder",
     )
+    require(steps is None or ladder is None, "--steps and --sigmas exclude each other: give one of them")
     require(columns is None or columns >= 1, f"--columns {columns}: use at least 1")
     require(scale is None or scale >= 1, f"--scale {scale}: use at least 1")
+    check_target("--out", out, folder=not sheet)
 
-    from rich.progress import Progress
-
-    from ict.device import pick_device
-    from ict.files import write_atomically
-    from ict.pictures import comfortable_scale, grid, png
+    from ict.pictures import comfortable_scale, is_points, sheet_shape
     from ict.sampling import check_count, load
 
-    generator = load(model, ema=ema, device=pick_device(device), precision=precision)
+    generator = load(model, ema=ema, device=device, precision=precision)
     check_count(count)
-    names = [] if sheet else single_files(out, count)
-    turns = itertools.cycle([] if label is None else label.split(","))
-    labels = [one.strip() for one in itertools.islice(turns, count)] or None
-    with Progress(transient=True, disable=not sys.stdout.isatty()) as bar:
-        task = bar.add_task("drawing", total=count)
-        images = generator.sample(
-            count, steps=steps, seed=seed, label=labels, sigmas=ladder, batch=batch,
-            progress=lambda drawn: bar.update(task, completed=drawn),
-        )  # fmt: skip
+    shape, names = generator.model.image_shape, generator.spec.class_names
     if sheet:
-        picture = grid(images, columns=columns, scale=scale or comfortable_scale(generator.spec.image_size))
-        write_atomically(out, png(picture))
+        scale = scale or comfortable_scale(generator.spec.image_size)
+        if not is_points(shape):
+            sheet_shape(count, (shape[1] * scale, shape[2] * scale), columns=columns)
+    files = [] if sheet else single_files(out, count)
+    asked = [] if label is None else [label] if label in names else label.split(",")
+    labels = [one.strip() for one in itertools.islice(itertools.cycle(asked), count)] or None
+    drawn = generator.batches(count, steps=steps, seed=seed, label=labels, sigmas=ladder, batch=batch)
+    if sheet:
+        draw_sheet(drawn, count, out, columns=columns, scale=scale or 1)
     else:
-        for name, image in zip(names, images, strict=True):
-            write_atomically(out / name, png(grid(image[None], scale=scale or 1)))
+        draw_files(drawn, files, out, scale=scale or 1)
     print(f"{count} images: {out}")
+
+
+PICTURES = (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg", ".pdf", ".avif", ".jxl", ".heic", ".ppm")
+
+
+def draw_sheet(drawn: Iterator["Tensor"], count: int, out: Path, *, columns: int | None, scale: int) -> None:
+    """All images in one picture."""
+    import torch
+
+    from ict.display import DataProgress
+    from ict.files import write_atomically
+    from ict.pictures import grid, png
+
+    images: list[Tensor] = []
+    with DataProgress("drawing", total=count) as progress:
+        for some in drawn:
+            images.append(some.cpu())
+            progress(sum(map(len, images)), count)
+    write_atomically(out, png(grid(torch.cat(images), columns=columns, scale=scale)))
+
+
+def draw_files(drawn: Iterator["Tensor"], names: list[str], folder: Path, *, scale: int) -> None:
+    """Each image in a file of its own, written as soon as it is drawn: those that are there stay if it is stopped."""
+    from ict.display import DataProgress
+    from ict.files import sync_folder, write_atomically
+    from ict.pictures import grid, png
+
+    done = 0
+    try:
+        with DataProgress("drawing", total=len(names)) as progress:
+            for some in drawn:
+                for image in some.cpu():
+                    write_atomically(folder / names[done], png(grid(image[None], scale=scale)), sync=False)
+                    done += 1
+                progress(done, len(names))
+        sync_folder(folder)
+    except KeyboardInterrupt:
+        print(f"stopped: {done:,} of {len(names):,} images are in {folder}", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 def single_files(folder: Path, count: int) -> list[str]:
@@ -200,7 +239,9 @@ def eval_(
     data: DataOption = None,
     data_path: DataPathOption = "",
     split: Annotated[str | None, typer.Option(help="Which part of the real images.")] = None,
-    steps: Annotated[str, typer.Option(metavar="N,…", help="Network calls a sample; 1,2 scores both.")] = "1",
+    steps: Annotated[
+        str | None, typer.Option(metavar="N,…", help="Network calls a sample: 1 unless given; 1,2 scores both.")
+    ] = None,
     sigmas: Annotated[
         str | None, typer.Option(metavar="S1,S2,…", help="Noise levels of the calls, instead of --steps.")
     ] = None,
@@ -219,7 +260,8 @@ def eval_(
 
     from ict.evaluation.command import run_eval
 
-    calls = parse_steps(steps)
+    calls = parse_steps("1" if steps is None else steps)
+    require(steps is None or sigmas is None, "--steps and --sigmas exclude each other: give one of them")
     require(
         images is None or (ema is None and not checkpoints and sigmas is None),
         "--images scores saved images: --ema, --checkpoints and --sigmas are for models",
@@ -283,6 +325,7 @@ def parse_numbers(option: str, text: str, *, example: str) -> list[float]:
 
 @app.command(help=COMMANDS["report"])
 def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")], device: DeviceOption = "auto") -> None:
+    require((run / "recipe.toml").is_file(), f"{run} is not the folder of a run: there is no recipe.toml in it")
     config = load_recipe(run / "recipe.toml")
 
     from ict.data import load_images
@@ -328,6 +371,10 @@ def info(
 
     from ict.info import describe_model, describe_recipe
 
+    require(
+        Path(what).is_file() or Path(what).suffix != ".safetensors",
+        f"there is no model at {what}: give a recipe, a model file or the folder of a run",
+    )
     if Path(what).is_file() and Path(what).suffix == ".safetensors":
         require(not set_, "--set changes a recipe; a model file stays as it is")
         Console().print(describe_model(Path(what)))

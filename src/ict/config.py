@@ -45,8 +45,10 @@ class NoiseConfig:
     sigma_data: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("sigma_min", "sigma_max", "rho", "sigma_data"):
-            require(getattr(self, name) > 0, f"noise.{name} = {getattr(self, name)}: must be above 0")
+        limits = {"sigma_min": (1e-9, 1e6), "sigma_max": (1e-9, 1e6), "rho": (0.1, 1000.0), "sigma_data": (1e-6, 1e6)}
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            require(low <= value <= high, f"noise.{name} = {value}: use {low:g} to {high:,.0f}")
         require(
             self.sigma_min < self.sigma_max,
             f"noise.sigma_min = {self.sigma_min} must be below noise.sigma_max = {self.sigma_max}",

@@ -23,7 +23,7 @@ def place(module: nn.Module, device: torch.device | str, *, channels_last: bool 
         module.to(memory_format=torch.channels_last)  # type: ignore
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str | torch.device) -> torch.device:
     """`auto` is the GPU where there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

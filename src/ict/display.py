@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,6 +12,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -33,14 +35,32 @@ def format_time(seconds: float) -> str:
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
+QUIET = 30.0  # seconds of long work without a word, where there is no terminal for a bar
+
+
 class Bar:
-    """Something with a bar that is shown while it is entered."""
+    """Something with a bar that is shown while it is entered; elsewhere than on a terminal it says a line at times."""
 
     bar: Progress
+    task: TaskID
+    spoken: float = 0.0
+    quiet: bool = False
 
     def __enter__(self) -> Self:
+        self.spoken = time.monotonic()
         self.bar.start()
         return self
+
+    def name(self, text: str) -> None:
+        """Say what is being worked on now."""
+        self.bar.update(self.task, description=text)
+
+    def advance(self, done: int, total: int | None) -> None:
+        self.bar.update(self.task, completed=done, total=total)
+        if self.bar.disable and not self.quiet and time.monotonic() - self.spoken >= QUIET:
+            self.spoken = time.monotonic()
+            share = f" of {total:,} ({done / total:.0%})" if total else ""
+            print(f"{self.bar.tasks[0].description}: {done:,}{share}", file=sys.stderr, flush=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -84,19 +104,20 @@ class TrainingDisplay(Bar):
 class DataProgress(Bar):
     """A bar for images that are being worked on; called with how many of how many are done."""
 
-    def __init__(self, text: str = "decoding images", *, total: int | None = None) -> None:
+    def __init__(self, text: str = "decoding images", *, total: int | None = None, quiet: bool = False) -> None:
+        self.quiet = quiet
         self.bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             transient=True,
-            disable=not sys.stdout.isatty(),
+            disable=quiet or not sys.stdout.isatty(),
         )
         self.task = self.bar.add_task(text, total=total)
 
     def __call__(self, done: int, total: int | None) -> None:
-        self.bar.update(self.task, completed=done, total=total)
+        self.advance(done, total)
 
 
 class DownloadProgress(Bar):
@@ -108,4 +129,4 @@ class DownloadProgress(Bar):
         self.task = self.bar.add_task(name, total=size)
 
     def __call__(self, done: int, total: int) -> None:
-        self.bar.update(self.task, completed=done, total=total)
+        self.advance(done, total)

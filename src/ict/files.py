@@ -10,6 +10,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from ict.reading import ConfigError, require
+
 
 class DamagedFile(Exception):
     """A file of ours that cannot be read; the message says which and what is wrong with it."""
@@ -39,29 +41,52 @@ def check_folder(folder: Path) -> None:
         raise FileNotFoundError(errno.ENOENT, "the run's folder has vanished", str(folder))
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and wait until it is on the disk. An error names the file and what it needs."""
+def write_new(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Write a new file and, unless told not to, wait until it is on the disk. An error names it and what it needs."""
     try:
         with path.open("wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
     except OSError as error:
         size = f"{len(data) / 2**20:.1f} MiB"
         raise OSError(error.errno, f"{error.strerror} (it needs {size})", str(path)) from error
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file in one step; on an error (a full disk) the old one stays and nothing is left lying about."""
+def write_atomically(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Replace a file in one step; on an error (a full disk) the old one stays and nothing is left lying about.
+
+    Without `sync` it is not waited for until it is on the disk: for one of many, whose folder is synced in the end.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")  # two processes do not meet in it
     try:
-        write_synced(temporary, data)
+        write_new(temporary, data, sync=sync)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if sync:
+        sync_folder(path.parent)
+
+
+def check_target(option: str, path: Path, *, folder: bool = False) -> None:
+    """That a file, or files in a folder, can be written at a path, before the work whose result they are."""
+    if folder:
+        require(path.is_dir() or not path.exists(), f"{option} {path} is a file: give a folder, or a .png")
+    else:
+        require(not path.is_dir(), f"{option} {path} is a folder: name a file")
+    place = path if folder else path.parent
+    while not place.exists():
+        place = place.parent
+    require(place.is_dir(), f"{option} {path} cannot be written: {place} is a file, not a folder")
+    trial = place / f".ict.{os.getpid()}.partial"
+    try:
+        trial.touch()
+        trial.unlink()
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be written in {place} ({error.strerror}): choose another") from error
 
 
 @contextlib.contextmanager

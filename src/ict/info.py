@@ -13,7 +13,7 @@ from ict.data.inspect import Inspection
 from ict.distance import huber_c
 from ict.model import ModelSpec, read_model
 from ict.objectives import find_method
-from ict.reading import ConfigError, to_dict
+from ict.reading import ConfigError, printable, to_dict
 from ict.sampling import DIFFUSION_STEPS
 from ict.training.budget import Budget
 from ict.training.plan import Plan
@@ -112,11 +112,6 @@ def _classes(counts: dict[str, int]) -> str:
     return f"{len(counts):,}: {first}" + (", …" if len(counts) > 20 else "")
 
 
-def _printable(text: str) -> str:
-    """Without characters that would move the cursor or change colours."""
-    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
-
-
 def _size(size: list[int]) -> str:
     return f"{size[0]}×{size[1]}"
 
@@ -145,7 +140,7 @@ def _table(rows: dict[str, str]) -> Table:
     table.add_column(style="bold")
     table.add_column()
     for name, text in rows.items():
-        table.add_row(Text(_printable(name)), Text(_printable(text)))  # not markup: names may hold brackets
+        table.add_row(Text(printable(name)), Text(printable(text)))  # not markup: names may hold brackets
     return table
 
 

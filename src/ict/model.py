@@ -196,8 +196,7 @@ def read_model(path: Path) -> tuple[ConsistencyModel, ModelSpec, dict[str, Any]]
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             spec, origin, about = read_header(path, file.metadata())
-            with torch.device("meta"):
-                expected = {name: tuple(tensor.shape) for name, tensor in build_model(spec).state_dict().items()}
+            expected = shapes_of(spec, path)
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
             if found != expected:
                 raise DamagedFile(f"{path}: the weights do not fit the net that the file describes")
@@ -216,6 +215,15 @@ def read_model(path: Path) -> tuple[ConsistencyModel, ModelSpec, dict[str, Any]]
     return model.eval(), spec, origin
 
 
+def shapes_of(spec: ModelSpec, path: Path) -> dict[str, tuple[int, ...]]:
+    """The weights that the model of a file has by its description, which may be nonsense."""
+    try:
+        with torch.device("meta"):
+            return {name: tuple(tensor.shape) for name, tensor in build_model(spec).state_dict().items()}
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
 def read_origin(path: Path) -> dict[str, Any]:
     """Where a model file says that its weights come from."""
     try:
@@ -226,7 +234,9 @@ def read_origin(path: Path) -> dict[str, Any]:
 
 
 def not_safetensors(path: Path, error: Exception) -> DamagedFile:
-    return DamagedFile(f"{path} is damaged or not a safetensors file ({error}); get or save it again")
+    return DamagedFile(
+        f"{path} is damaged or not a safetensors file ({error}): give a model that `ict train` wrote, or a run's folder"
+    )
 
 
 def read_header(path: Path, metadata: dict[str, str] | None) -> tuple[ModelSpec, dict[str, Any], dict[str, Any]]:
@@ -236,9 +246,9 @@ def read_header(path: Path, metadata: dict[str, str] | None) -> tuple[ModelSpec,
     try:
         header = json.loads((metadata or {})["ict"])
         if header["format"] != FORMAT:
-            raise ConfigError(f"{path} was written by another version (format {header['format']!r}, not {FORMAT!r})")
+            raise ConfigError(f"it was written by another version (format {header['format']!r}, not {FORMAT!r})")
         return from_dict(ModelSpec, header["spec"]), {**header["origin"]}, header
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFile(f"{path}: its header cannot be read ({error!r})") from error

@@ -25,17 +25,23 @@ def grid(images: Tensor, *, columns: int | None = None, scale: int = 1, gap: int
     if is_points(images.shape):
         return scatter(images if images.is_floating_point() else to_float(images))
     pixels = to_uint8(images) if images.is_floating_point() else images
-    count, height, width = len(pixels), pixels.shape[2] * scale, pixels.shape[3] * scale
-    columns = min(count, columns or math.ceil(math.sqrt(count)))
-    rows = -(-count // columns)
-    area = columns * (width + gap) * rows * (height + gap)
-    require(area <= 2**28, f"a sheet of {area:,} pixels is too large: lower the scale or the number of images")
+    height, width = pixels.shape[2] * scale, pixels.shape[3] * scale
+    columns, rows = sheet_shape(len(pixels), (height, width), columns=columns, gap=gap)
     tiles = [to_picture(one, scale=scale) for one in pixels]
     ground = GROUND if tiles[0].mode == "L" else (GROUND,) * 3
     sheet = Image.new(tiles[0].mode, (columns * (width + gap) - gap, rows * (height + gap) - gap), ground)
     for i, tile in enumerate(tiles):
         sheet.paste(tile, (i % columns * (width + gap), i // columns * (height + gap)))
     return sheet
+
+
+def sheet_shape(count: int, tile: tuple[int, int], *, columns: int | None = None, gap: int = 2) -> tuple[int, int]:
+    """Columns and rows of a sheet of so many tiles, which must not be too large."""
+    columns = min(count, columns or math.ceil(math.sqrt(count)))
+    rows = -(-count // columns)
+    area = columns * (tile[1] + gap) * rows * (tile[0] + gap)
+    require(area <= 2**28, f"a sheet of {area:,} pixels is too large: lower the scale or the number of images")
+    return columns, rows
 
 
 def to_picture(pixels: Tensor, *, scale: int = 1) -> Image.Image:

@@ -25,6 +25,11 @@ def require(ok: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def printable(text: str) -> str:
+    """Without characters that would move a terminal's cursor or change its colours."""
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

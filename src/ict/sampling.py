@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ict import rng
 from ict.config import PRECISIONS, NoiseConfig
-from ict.device import place
+from ict.device import pick_device, place
 from ict.files import DamagedFile, list_checkpoints, step_of
 from ict.model import ConsistencyModel, ModelSpec, read_model, read_origin
 from ict.noise import karras_sigmas
@@ -27,7 +27,7 @@ from ict.training.checkpoint import MANIFEST, average_name, check_checkpoint
 
 def level_ladder(steps: int, noise: NoiseConfig, *, sigma_mid: float) -> list[float]:
     """The noise levels of `steps` network calls: σ_max first, σ_mid last, evenly spaced in σ^(1/ρ) between."""
-    require(steps >= 1, f"steps = {steps}: use at least 1")
+    require(1 <= steps <= 1000, f"steps = {steps}: use 1 to 1000")
     high, low = noise.sigma_max ** (1 / noise.rho), sigma_mid ** (1 / noise.rho)
     inner = [(high + (low - high) * k / (steps - 1)) ** noise.rho for k in range(1, steps - 1)]
     return [noise.sigma_max, *inner, *([sigma_mid] if steps > 1 else [])]
@@ -43,15 +43,22 @@ def trajectory(steps: int, noise: NoiseConfig) -> list[float]:
 DIFFUSION_STEPS = 18
 
 
-def check_ladder(sigmas: Sequence[float], spec: ModelSpec) -> None:
-    noise, lowest = spec.noise, sigmas[-1] if sigmas else 0.0
+def check_ladder(sigmas: Sequence[float], spec: ModelSpec) -> list[float]:
+    """The levels as Python's numbers, if a model can be sampled along them."""
+    noise = spec.noise
+    try:
+        ladder = [] if isinstance(sigmas, str) else [float(one) for one in sigmas]
+    except (TypeError, ValueError):
+        ladder = []
+    lowest = ladder[-1] if ladder else 0.0
     above = lowest > noise.sigma_min or (spec.kind == "diffusion" and lowest == noise.sigma_min)
-    falling = all(a > b for a, b in itertools.pairwise(sigmas))
+    falling = all(a > b for a, b in itertools.pairwise(ladder))
     require(
-        len(sigmas) > 0 and falling and above and sigmas[0] == noise.sigma_max,
-        f"sigmas = {list(sigmas)}: give falling noise levels that start at {noise.sigma_max} and stay above "
-        f"{noise.sigma_min}",
+        len(ladder) > 0 and falling and above and ladder[0] == noise.sigma_max,
+        f"sigmas = {ladder or sigmas}: give a list of falling noise levels that start at {noise.sigma_max} and stay "
+        f"above {noise.sigma_min}",
     )
+    return ladder
 
 
 def whole(name: str, value: object) -> int:
@@ -138,12 +145,13 @@ class Generator:
     def to(self, device: torch.device | str, *, precision: str = "auto") -> "Generator":
         """On another device, with a net that computes in this precision: float32, tf32, fp16, bf16, or what is best."""
         require(precision in PRECISIONS, f"precision = {precision!r}: use {', '.join(PRECISIONS)}")
+        device = pick_device(device)
         if precision == "auto" and self.origin.get("precision") in PRECISIONS:
             precision = self.origin["precision"]  # a model whose numbers leave the range of fp16 says so
         forget(self.model)
         place(self.model, device)
-        self.model.precision = pick_precision(precision, torch.device(device))
-        if torch.device(device).type == "cuda":
+        self.model.precision = pick_precision(precision, device)
+        if device.type == "cuda":
             allow_tf32(self.model.precision)
         return self
 
@@ -167,26 +175,49 @@ class Generator:
         the same images whatever `n` and `batch`: the same noise to the bit, the net's answers up to rounding.
         `progress` is called with the number of images drawn so far.
         """
+        images, drawn = [], 0
+        for some in self.batches(n, steps=steps, seed=seed, label=label, sigmas=sigmas, batch=batch, clip=clip):
+            images.append(some)
+            drawn += len(some)
+            if progress is not None:
+                progress(drawn)
+        return torch.cat(images)
+
+    def batches(
+        self,
+        n: int,
+        *,
+        steps: int | None = None,
+        seed: int = 0,
+        label: int | str | Sequence[int | str] | None = None,
+        sigmas: Sequence[float] | None = None,
+        batch: int = 256,
+        clip: bool = True,
+    ) -> Iterator[Tensor]:
+        """The images of `sample`, one batch after the other: for more of them than memory holds.
+
+        What cannot be drawn is refused at once, not with the first batch.
+        """
         n, batch, seed = whole("n", n), whole("batch", batch), whole("seed", seed)
         steps = None if steps is None else whole("steps", steps)
         check_count(n)
         require(batch >= 1, f"batch = {batch}: use at least 1")
         require(0 <= seed < 2**63, f"seed = {seed}: use a whole number from 0 to 2^63 - 1")
-        ladder = list(sigmas) if sigmas is not None else self.ladder(steps)
-        check_ladder(ladder, self.spec)
+        require(steps is None or sigmas is None, f"steps = {steps} and sigmas exclude each other: give one of them")
+        ladder = check_ladder(self.ladder(steps) if sigmas is None else sigmas, self.spec)
         labels = self.labels(n, label, seed=seed)
-        images = []
-        for numbers in torch.arange(n, device=self.device).split(batch):
-            chosen = None if labels is None else labels[numbers]
-            images.append(sample_numbers(self.model, numbers, sigmas=ladder, seed=seed, labels=chosen, clip=clip))
-            if progress is not None:
-                progress(int(numbers[-1]) + 1)
-        return torch.cat(images)
+
+        def draw() -> Iterator[Tensor]:
+            for numbers in torch.arange(n, device=self.device).split(batch):
+                chosen = None if labels is None else labels[numbers]
+                yield sample_numbers(self.model, numbers, sigmas=ladder, seed=seed, labels=chosen, clip=clip)
+
+        return draw()
 
     def ladder(self, steps: int | None = None) -> list[float]:
         """The noise levels of `steps` steps, or of as many as the kind of model usually takes."""
         if self.spec.kind == "diffusion":
-            return trajectory(steps or DIFFUSION_STEPS, self.spec.noise)
+            return trajectory(DIFFUSION_STEPS if steps is None else steps, self.spec.noise)
         steps = 1 if steps is None else steps
         return level_ladder(steps, self.spec.noise, sigma_mid=self.spec.sigma_mid)
 
@@ -199,6 +230,10 @@ class Generator:
         if label is None:
             words = rng.words(torch.arange(n), 1, seed=seed, step=0, stream=Stream.LABEL)[:, 0]
             return (words % len(names)).to(self.device)
+        require(
+            not isinstance(label, Set | Mapping | bytes),
+            f"label = {label!r}: give one class, or a list of one for each image",
+        )
         single = isinstance(label, str) or getattr(label, "ndim", int(hasattr(label, "__len__"))) == 0
         asked: list[Any] = [label] * n if single else list(label)  # type: ignore
         require(len(asked) == n, f"{len(asked)} labels for {n} images: give one for each, or one for all")
@@ -210,8 +245,9 @@ def class_number(label: int | str, names: Sequence[str]) -> int:
     if isinstance(label, str):
         if label in names:
             return list(names).index(label)
-        if not label.isdecimal():
-            raise ConfigError(f"no class is called {label!r}{suggest(label, names)}: there are {', '.join(names)}")
+        if not label.isdecimal() or len(label) > 9:
+            some = ", ".join(map(repr, names[:20])) + f", … ({len(names):,} in all)" * (len(names) > 20)
+            raise ConfigError(f"no class is called {label[:50]!r}{suggest(label[:50], names)}: there are {some}")
         label = int(label)
     label = whole("label", label)
     require(0 <= label < len(names), f"label = {label}: this model has classes 0 to {len(names) - 1}")
@@ -257,4 +293,4 @@ def load(
 
     `ema` picks one of the averages in the newest checkpoint.
     """
-    return Generator(*read_model(find_model(Path(path), ema=ema))).to(device, precision=precision)
+    return Generator(*read_model(find_model(Path(path).expanduser(), ema=ema))).to(device, precision=precision)

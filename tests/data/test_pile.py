@@ -329,7 +329,7 @@ def test_a_full_disk_leaves_nothing_that_is_believed(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "write_synced", full)
+        patch.setattr(prepare_module, "write_new", full)
         with pytest.raises(OSError, match=r"No space left.*ICT_CACHE"):
             prepare(data(folder))
     assert [p for p in (tmp_path / "cache" / "sets").iterdir() if p.suffix != ".lock"] == []

@@ -128,7 +128,7 @@ def die_at(place: int, half: int) -> None:
             nonlocal count
             count += 1
             if count - 1 == place:
-                if half and name == "write_synced":
+                if half and name == "write_new":
                     path, data = arguments
                     path.write_bytes(data[: len(data) // 2])  # type: ignore
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -137,7 +137,7 @@ def die_at(place: int, half: int) -> None:
         setattr(owner, name, operation)
 
     for owner in (files, checkpoint):
-        for name in ("write_synced", "sync_folder", "remove"):
+        for name in ("write_new", "sync_folder", "remove"):
             if hasattr(owner, name):
                 hooked(owner, name)
     for owner, name in ((Path, "rename"), (Path, "replace"), (Path, "mkdir"), (shutil, "rmtree")):

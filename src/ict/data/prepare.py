@@ -28,7 +28,7 @@ from ict.config import DataConfig
 from ict.data.decode import Target
 from ict.data.pile import Entry, Pile
 from ict.data.workers import decode_all
-from ict.files import cache_home, locked, sync_folder, write_synced
+from ict.files import cache_home, locked, sync_folder, write_new
 from ict.reading import require
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def make(folder: Path, pile: Pile, fingerprint: str, target: Target, progress: P
             f"data.source: {pile.source} changed while it was being prepared; start again when it is at rest",
         )
         manifest |= {"format": FORMAT, "source": pile.source, "options": asdict(target)}
-        write_synced(partial / "manifest.json", json.dumps(manifest, indent=1).encode())
+        write_new(partial / "manifest.json", json.dumps(manifest, indent=1).encode())
         sync_folder(partial)
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         partial.rename(folder)
@@ -109,7 +109,7 @@ def write_pixels(partial: Path, pile: Pile, target: Target, progress: Progress |
     numbers = np.array([number[name] for name in seen])[np.frombuffer(labels, dtype=np.int64)]
     stored = io.BytesIO()
     np.save(stored, numbers.astype(np.int64))
-    write_synced(partial / "labels.npy", stored.getvalue())
+    write_new(partial / "labels.npy", stored.getvalue())
     counts = np.bincount(numbers, minlength=len(classes)).tolist()
     return {
         "count": len(labels),

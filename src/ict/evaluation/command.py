@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -22,7 +22,7 @@ from ict.evaluation.judge import Judge
 from ict.evaluation.records import Record, add_record, check_place, published_rows, score_names, with_spread
 from ict.evaluation.report import write_report
 from ict.evaluation.tune import tune
-from ict.files import write_atomically
+from ict.files import check_target, write_atomically
 from ict.model import pack_model
 from ict.ranks import Ranks, device_of_rank, join_ranks, rank_of_environment
 from ict.reading import ConfigError, require
@@ -93,13 +93,15 @@ def evaluate_models(
     check_place(path)
     judge = open_judge(config, features=features, weights=weights, device=place, samples=wanted.samples)
     records: list[Record] = []
-    with Progress(transient=True, disable=not (console.is_terminal and ranks.main)) as bar:
-        task = bar.add_task("", total=wanted.samples)
+    with DataProgress("", total=wanted.samples, quiet=not ranks.main) as bar:
+
+        def show_progress(name: str, text: str, done: int) -> None:
+            bar.name(f"{name}: {text}")
+            bar(done, wanted.samples)
+
         for name, generator in chain([first], models):
-            for record in evaluate(
-                generator, judge, wanted, name=name, ranks=ranks,
-                progress=lambda text, done, name=name: bar.update(task, description=f"{name}: {text}", completed=done),
-            ):  # fmt: skip
+            tell = partial(show_progress, name)
+            for record in evaluate(generator, judge, wanted, name=name, ranks=ranks, progress=tell):
                 if ranks.main:
                     add_record(path, record)
                 records.append(record)
@@ -196,7 +198,8 @@ def run_tune(
     place, console = pick_device(device), Console()
     Plan(steps=(steps,), samples=samples, seed=seed, batch=batch)  # the same limits
     require(steps >= 2, f"--steps {steps}: one step has no level to choose; use 2 or more")
-    require(write is None or not write.is_dir(), f"--write {write} is a folder: name a file")
+    if write is not None:
+        check_target("--write", write)
     require(write is None or steps == 2, "--write keeps the level of two steps: leave it out, or use --steps 2")
     judge: Judge | None = None
     best: tuple[float, list[float], Generator] | None = None

@@ -65,7 +65,7 @@ def digits(weights: Path | None, device: torch.device) -> FeatureNet:
 
     Fitted to the first 1,200 of the digits, it reads 98.3 % of the other 597.
     """
-    require(weights is None, "--inception is for the features of Inception; the digits' come with the package")
+    require(weights is None, "--weights is for other features: the digits' come with the package")
     data = resources.files("ict.evaluation").joinpath("digits.npz").read_bytes()
     with resources.files("ict.evaluation").joinpath("digits.npz").open("rb") as file:
         w = {key: torch.from_numpy(value.astype(np.float32)).to(device) for key, value in np.load(file).items()}

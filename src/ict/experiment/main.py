@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import shlex
 import tempfile
 import time
 from dataclasses import replace
@@ -237,7 +238,8 @@ def stop(this: Run) -> None:
     saved = this.saver.wait() and this.begun == this.state.step
     this.ranks.wait()
     how = "and saved" if saved else f"without saving (the last checkpoint is of step {this.saver.saved:,})"
-    this.say(f"stopped at step {this.state.step:,} {how}; go on with: ict train {this.folder} --resume")
+    folder = shlex.quote(str(this.folder))
+    this.say(f"stopped at step {this.state.step:,} {how}; go on with: ict train {folder} --resume")
     raise Stopped(this.state.asked)
 
 

@@ -30,7 +30,7 @@ from ict.files import (
     step_name,
     step_of,
     sync_folder,
-    write_synced,
+    write_new,
 )
 from ict.model import ModelSpec, pack_model
 from ict.ranks import ALONE, Ranks, rank_of_environment
@@ -124,9 +124,9 @@ def write_checkpoint(run: Path, copy: Copy) -> Path:
         partial.mkdir()
         manifest = {**copy.manifest, "files": {}}
         for name, data in copy.files():
-            write_synced(partial / name, data)
+            write_new(partial / name, data)
             manifest["files"][name] = sha256(data)
-        write_synced(partial / MANIFEST, seal(manifest))
+        write_new(partial / MANIFEST, seal(manifest))
         sync_folder(partial)
         if final.exists():  # of a way that the run has gone back from
             shutil.rmtree(final)
