@@ -12,10 +12,11 @@ from torch.autograd import forward_ad
 
 from ict.config import Config, ObjectiveConfig
 from ict.cost import measure, meta_model
-from ict.info import describe_recipe, used_keys
+from ict.info import describe_recipe
 from ict.model import ModelSpec, build_model
 from ict.nets.unet import UNet
 from ict.objectives import OBJECTIVES, build_objective
+from ict.objectives.keys import used_keys
 from ict.recipes import find_recipe, load_recipe
 
 

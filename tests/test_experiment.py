@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ import ict.training.checkpoint as checkpoint
 from ict.data import load_images
 from ict.experiment import run
 from ict.files import DamagedFile, list_checkpoints, step_of, write_atomically
+from ict.model import ModelSpec, build_model, pack_model, read_spec
+from ict.objectives.distillation import ConsistencyDistillation
 from ict.pictures import grid, png
 from ict.reading import ConfigError
 from ict.runfolder import check_same, claim
@@ -425,7 +428,6 @@ def test_a_diverged_run_stops_and_saves_nothing_of_it(log_every, tmp_path):
         {"objective": {"kind": "ct"}},
         {"training": {"lr_schedule": "steps"}},
         {"objective": {"p_mean": 1000.0, "p_std": 0.1}},
-        {"noise": {"rho": 1e-300}},
     ],
 )
 def test_what_cannot_run_fails_before_a_run_is_replaced(change, whole, tmp_path):
@@ -507,8 +509,98 @@ def test_checkpoints_are_ordered_by_number(tmp_path):
 
 def test_a_run_can_be_made_longer_not_shorter(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"training\.steps = 3, but .*step-00000012 is past that"):
-        run(tiny_config(training={"steps": 3}), tmp_path / "run", device="cpu", resume=True, console=quiet())
+    for bound, words in (
+        ({"steps": 3}, r"training\.steps = 3"),
+        ({"steps": None, "images": 24}, r"training\.images = 24"),
+        ({"steps": None, "budget": "0.001s"}, r"training\.budget = 0\.001s"),
+    ):
+        with pytest.raises(ConfigError, match=words + r", but .*step-00000012 is past that"):
+            run(tiny_config(training=bound), tmp_path / "run", device="cpu", resume=True, console=quiet())
+    assert result(tmp_path / "run") == result(whole)
+
+
+def test_a_run_whose_time_is_over_may_be_resumed_as_it_was(tmp_path):
+    """As when it was stopped between its last step and its page."""
+    config = tiny_config(training={"steps": None, "budget": "0.2s"})
+    run(config, tmp_path / "run", device="cpu", console=quiet())
+    (tmp_path / "run" / "model.safetensors").unlink()
+    run(config, tmp_path / "run", device="cpu", resume=True, console=quiet())
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def written(folder: Path, name: str, *, names: tuple[str, ...] = tuple("0123456789"), **sections) -> Path:
+    """An untrained model of a recipe."""
+    spec = ModelSpec.from_config(tiny_config(**sections), names)
+    path = folder / f"{name}.safetensors"
+    path.write_bytes(pack_model(spec, build_model(spec).state_dict(), {}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"net": {"fourier_scale": 16.0}}, "net.fourier_scale is 16.0 there, 0.02 here"),
+        ({"net": {"head_channels": 8}}, "net.head_channels is 8 there, 64 here"),
+        ({"noise": {"sigma_data": 1.0}}, "noise.sigma_data is 1.0 there, 0.5 here"),
+        ({"net": {"embedding": "positional"}}, "net.embedding is positional there, fourier here"),
+        ({"net": {"channels": 16}}, "net.channels is 16 there, 8 here"),
+    ],
+)
+def test_weights_of_a_net_that_computes_something_else_are_refused(sections, words, tmp_path):
+    start = written(tmp_path, "start", **sections)
+    with pytest.raises(ConfigError, match=words):
+        run(tiny_config(training={"start": str(start)}), tmp_path / "run", device="cpu", console=quiet())
+    assert not (tmp_path / "run").exists()
+
+
+def test_dropout_of_the_weights_one_starts_from_does_not_matter_nor_scales_that_are_not_used(tmp_path):
+    start = written(tmp_path, "start", net={"dropout": 0.0, "dropout_max_size": 4, "positional_scale": 3.0})
+    config = tiny_config(training={"start": str(start), "steps": 2})
+    run(config, tmp_path / "run", device="cpu", console=quiet())
+    start.unlink()  # a checkpoint has weights of its own
+    run(replace(config, training=replace(config.training, steps=3)), tmp_path / "run", device="cpu", resume=True,
+        console=quiet())  # fmt: skip
+    assert list_checkpoints(tmp_path / "run")[-1].name == "step-00000003"
+
+
+def test_a_teacher_must_mean_the_same_classes(tmp_path):
+    for names in (("a", "b"), tuple("9876543210"), tuple("0123456789ab")):
+        teacher = written(tmp_path, "teacher", objective={"kind": "edm"}, data={"classes": len(names)}, names=names)
+        config = tiny_config(objective={"kind": "cd", "teacher_model": str(teacher)})
+        with pytest.raises(ConfigError, match="they must be the same"):
+            run(config, tmp_path / "run", device="cpu", console=quiet())
+        if len(names) != 10:
+            with pytest.raises(ConfigError, match=f"knows {len(names)} classes"):
+                ConsistencyDistillation(config).load(torch.device("cpu"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_may_move_but_not_change(tmp_path):
+    def config_of(teacher: Path, steps: int):
+        section = {"kind": "cd", "teacher_model": str(teacher)}
+        return tiny_config(objective=section, training={"steps": steps})
+
+    teacher = written(tmp_path, "teacher", objective={"kind": "edm"})
+    run(config_of(teacher, 2), tmp_path / "run", device="cpu", console=quiet())
+    moved = teacher.rename(tmp_path / "moved.safetensors")
+    run(config_of(moved, 3), tmp_path / "run", device="cpu", resume=True, console=quiet())
+    spec = read_spec(moved)
+    moved.write_bytes(pack_model(spec, build_model(spec, seed=5).state_dict(), {}))
+    with pytest.raises(ConfigError, match="it is another model than then"):
+        run(config_of(moved, 4), tmp_path / "run", device="cpu", resume=True, console=quiet())
+
+
+def test_keys_that_a_method_has_no_use_for_are_told_and_their_names_checked(tmp_path):
+    console = quiet()
+    section = {"kind": "ect", "weighting": "uniform", "gap_power": 2.0}
+    run(tiny_config(objective=section, training={"steps": 1}), tmp_path / "run", device="cpu", console=console)
+    assert "objective.kind = ect makes no use of objective.s0, objective.s1, objective.weighting" in said(console)
+    for key in ("curriculum", "index", "weighting", "solver"):
+        with pytest.raises(ConfigError, match=f"objective.{key} = 'nonsense' is not known"):
+            run(
+                tiny_config(objective={"kind": "ect", key: "nonsense"}), tmp_path / "new", device="cpu", console=quiet()
+            )
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("save_every", [1, 2])

@@ -288,14 +288,14 @@ class EvaluationConfig:
 
     times: int = 0  # how often in a run, evenly spread, the last time at its end
     samples: int = 10_000
-    steps: int = 1  # network calls a sample
+    steps: int | None = None  # network calls a sample: 1 unless given (18 steps for a diffusion model)
     features: str = ""  # what images are compared by: inception unless given; for the digits their own
     weights: str = ""  # where its weights are, if not in the cache
 
     def __post_init__(self) -> None:
         require(0 <= self.times <= 1000, f"evaluation.times = {self.times}: use 0 (never) to 1000")
-        require(self.samples >= 2, f"evaluation.samples = {self.samples}: use at least 2")
-        require(self.steps >= 1, f"evaluation.steps = {self.steps}: use at least 1")
+        require(2 <= self.samples <= 10**7, f"evaluation.samples = {self.samples}: use 2 to 10 million")
+        require(self.steps is None or 1 <= self.steps <= 1000, f"evaluation.steps = {self.steps}: use 1 to 1000")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +324,10 @@ class Config:
             self.noise.sigma_min < self.sampling.sigma_mid < self.noise.sigma_max,
             f"sampling.sigma_mid = {self.sampling.sigma_mid} must lie between noise.sigma_min = {self.noise.sigma_min} "
             f"and noise.sigma_max = {self.noise.sigma_max}",
+        )
+        require(
+            self.evaluation.steps != 1 or self.objective.learns != "diffusion",
+            "evaluation.steps = 1: a diffusion model takes 2 to 1000 steps (usual are 18)",
         )
         flow = self.objective.kind == "meanflow"
         require(

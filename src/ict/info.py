@@ -1,7 +1,6 @@
 """Tables that describe a recipe or a model file."""
 
 from collections import Counter
-from dataclasses import fields
 from pathlib import Path
 
 from rich.table import Table
@@ -10,9 +9,9 @@ from rich.text import Text
 from ict.config import OPTIMISERS, Config, ObjectiveConfig
 from ict.cost import Cost, measure
 from ict.data.inspect import Inspection
-from ict.distance import huber_c
 from ict.model import ModelSpec, read_model
 from ict.objectives import find_method
+from ict.objectives.keys import used_keys
 from ict.reading import ConfigError, printable, to_dict
 from ict.sampling import DIFFUSION_STEPS
 from ict.training.budget import Budget
@@ -57,22 +56,6 @@ def describe_recipe(config: Config, *, tflops: float) -> Table:
         seconds = images * an_image / (tflops * 1e12)
         rows["time"] = f"{images:,} images: {_duration(seconds)} at {tflops:g} TFLOP/s sustained (set --tflops)"
     return _table(rows)
-
-
-def used_keys(config: Config) -> dict[str, object]:
-    """The keys of [objective] that matter to a recipe, with what c comes to where it is left out."""
-    objective = config.objective
-    used = {"kind", "coupling", *find_method(objective).keys}
-    if "index" not in used or objective.index != "uniform" or objective.denoise:
-        used |= {"p_mean", "p_std"}
-    if "distance" in used:
-        used |= {"pseudo_huber": {"c"}, "lpips": {"lpips_net", "lpips_weights"}}.get(objective.distance, set())
-    used |= {"gap_power"} if "weighting" in used and objective.weighting == "inverse_gap" else set()
-    used |= {"couple_above"} if objective.coupling == "batch" else set()
-    used |= {"mu0"} if objective.teacher == "ema" else set()
-    used |= {"denoise"} if objective.denoise else set()
-    found = {"c": f"{huber_c(config.data.channels * config.data.image_size**2):.4g}", **to_dict(objective)}
-    return {key.name: found[key.name] for key in fields(objective) if key.name in used and key.name in found}
 
 
 def _beside(objective: ObjectiveConfig) -> str:

@@ -226,9 +226,21 @@ def shapes_of(spec: ModelSpec, path: Path) -> dict[str, tuple[int, ...]]:
 
 def read_origin(path: Path) -> dict[str, Any]:
     """Where a model file says that its weights come from."""
+    return read_about(path)[1]
+
+
+def read_spec(path: Path) -> ModelSpec:
+    """What a model file says that it holds."""
+    return read_about(path)[0]
+
+
+def read_about(path: Path) -> tuple[ModelSpec, dict[str, Any]]:
+    """Spec and origin, without the weights."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            return read_header(path, file.metadata())[1]
+            return read_header(path, file.metadata())[:2]
+    except FileNotFoundError:
+        raise ConfigError(f"there is no model at {path}") from None
     except safetensors.SafetensorError as error:
         raise not_safetensors(path, error) from error
 

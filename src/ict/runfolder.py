@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ict.config import BOUNDS, Config, EvaluationConfig, SpeedConfig
 from ict.data import Images
@@ -20,9 +21,11 @@ from ict.files import (
     list_snapshots,
     ours,
     remove,
+    sha256,
     step_of,
     write_atomically,
 )
+from ict.ranks import rank_of_environment
 from ict.reading import ConfigError, from_dict, require, to_dict
 from ict.recipes import to_toml
 from ict.training.budget import Budget
@@ -135,6 +138,7 @@ FREE = {
     "about",
     "data.path",
     "data.feed",
+    "objective.lpips_weights",  # their checksum is known
     *(f"evaluation.{key.name}" for key in dataclasses.fields(EvaluationConfig)),
     *(f"speed.{key.name}" for key in dataclasses.fields(SpeedConfig)),
     *(f"training.{key}" for key in (*BOUNDS, "accumulate", "log_every", "save_every", "snapshots")),
@@ -147,24 +151,56 @@ def check_same(config: Config, found: Found, images: Images) -> None:
 
     Its images may have moved, if they are the same.
     """
-    steps = Budget.from_config(config.training).steps
-    require(
-        steps is None or steps >= found.manifest["step"],
-        f"training.steps = {steps}, but {found.path} is past that: a run can be made longer, not shorter",
-    )
+    check_length(config, found)
     old, new = flatten(to_dict(from_dict(Config, found.manifest["recipe"]))), flatten(to_dict(config))
     coupled = {"training.accumulate"} if config.objective.coupling == "batch" else set()  # pieces are matched apart
     moved = {"data.source", "data.split"} if same_images(found, images, config) else set()
+    if teacher_identity(config) == found.manifest["extras"].get("teacher", ""):
+        moved.add("objective.teacher_model")
     changed = [
         f"{key}: {old.get(key)!r} then, {new.get(key)!r} now"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and key not in (FREE | moved) - coupled
     ]
+    then, now = found.manifest["made_with"].get("ranks", 1), rank_of_environment().count
+    if coupled and then != now:
+        changed.append(f"ranks: {then} then, {now} now (objective.coupling = batch pairs images within a rank)")
+    if "teacher" in found.manifest["extras"] and "objective.teacher_model" not in moved:
+        changed.append("objective.teacher_model: it is another model than then")
     require(
         not changed,
         f"the recipe is not the one that {found.path} was trained with; resume with the same, or start a new run with "
         "--out:\n  " + "\n  ".join(changed),
     )
+
+
+def check_length(config: Config, found: Found) -> None:
+    """That a resumed run is not made shorter than it is already."""
+    budget, step, seconds = Budget.from_config(config.training), found.manifest["step"], found.manifest["seconds"]
+    then, now = bound_of(found.manifest["recipe"]["training"]), bound_of(to_dict(config.training))
+    past = step > budget.steps if budget.steps is not None else then != now and budget.finished(step, seconds)
+    require(
+        not past,
+        f"{now}, but {found.path} is past that (step {step:,}, {seconds:.0f} s): a run can be made longer, not "
+        "shorter; the length is that of the whole run, not of what is still to come",
+    )
+
+
+def bound_of(training: dict[str, Any]) -> str:
+    """How long a recipe's run is."""
+    return ", ".join(f"training.{key} = {training[key]}" for key in BOUNDS if key in training)
+
+
+def teacher_file(config: Config) -> Path | None:
+    """The file of the diffusion model that is distilled, if one is."""
+    path = config.objective.teacher_model
+    return Path(path).expanduser() if config.objective.kind == "cd" and path not in ("", "mixture2d") else None
+
+
+def teacher_identity(config: Config) -> str:
+    """SHA-256 of that file; it may move, but must not change under a run."""
+    path = teacher_file(config)
+    return sha256(path.read_bytes()) if path is not None else ""
 
 
 def same_images(found: Found, images: Images, config: Config) -> bool | None:

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,13 +20,17 @@ from ict.cli import app
 from ict.data import Images, load_images
 from ict.evaluation.features import open_features
 from ict.evaluation.judge import Judge, draw, look_at_real, summary
-from ict.evaluation.records import add_record, main_scores, published_rows, read_records, with_spread
+from ict.evaluation.records import IDENTITY, add_record, main_scores, published_rows, read_records, with_spread
 from ict.evaluation.tune import Ladder, Search, coarse, tune
 from ict.experiment import run
+from ict.experiment.parts import Run
 from ict.model import ModelSpec, build_model
 from ict.pixels import to_uint8
+from ict.ranks import ALONE
 from ict.reading import ConfigError
 from ict.sampling import Generator, check_ladder, load
+from ict.training.ema import WeightAverage
+from ict.training.guard import Guard
 
 CPU = torch.device("cpu")
 
@@ -388,6 +393,73 @@ def test_scores_in_training_keep_the_best_model(tmp_path):
     assert plain.read_bytes() == (folder / "model.safetensors").read_bytes()  # scoring changes nothing
     run(config, folder, device="cpu", overwrite=True, console=Console(file=io.StringIO()))
     assert len(read_records(folder / "eval.json")) == 3
+
+
+def test_a_score_from_before_a_way_back_stays_the_one_of_its_model(tmp_path, monkeypatch):
+    """Step 4 of the first way scores 5; the second way has 12 there, 8 later: the best is still that of 5."""
+    folder, scores = tmp_path / "run", {(0, 2): 10.0, (0, 4): 5.0, (1, 4): 12.0, (1, 6): 8.0, (1, 8): 9.0}
+
+    def keep(attempt: int, step: int) -> None:
+        state = SimpleNamespace(step=step, attempt=attempt, averages=[average], model=model)
+        this = Run(
+            config=config, folder=folder, images=None, spec=spec, state=state, budget=None, log=None,
+            console=Console(file=io.StringIO()), guard=Guard(config, ALONE, torch.device("cpu")), saver=None,
+            judge=SimpleNamespace(net=SimpleNamespace(frechet="FD-digits")),
+        )  # fmt: skip
+        this.score()
+
+    def evaluated(generator, judge, plan, *, name, ranks=ALONE):
+        step = generator.origin["step"]
+        attempt = 1 if (0, step) in done or (0, step) not in scores else 0
+        done.append((attempt, step))
+        record = dict.fromkeys(IDENTITY) | {"model": name, "step": step, "scores": {"FD-digits": scores[attempt, step]}}
+        yield record
+
+    config, done = tiny_config(), []
+    spec = ModelSpec.from_config(config, tuple("0123456789"))
+    model = build_model(spec)
+    average = WeightAverage(model, decay=0.9, ramp=0.0)
+    folder.mkdir()
+    monkeypatch.setattr("ict.experiment.parts.evaluate", evaluated)
+    held = []
+    for attempt, step in scores:
+        keep(attempt, step)
+        held.append(load(folder / "best.safetensors").origin["step"])
+    assert done == list(scores) and held == [2, 4, 4, 4, 4]
+    records = read_records(folder / "eval.json")
+    assert {(one.get("attempt", 0), one["step"]): one["scores"]["FD-digits"] for one in records} == scores
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"evaluation": {"times": 1, "samples": 100, "steps": 1001}},
+        {"evaluation": {"times": 1, "samples": 10**7 + 1}},
+        {"evaluation": {"times": 1, "samples": 100, "steps": 1}, "objective": {"kind": "edm"}},
+    ],
+)
+def test_scores_that_cannot_be_had_are_refused_with_the_recipe(sections):
+    with pytest.raises(ConfigError, match="evaluation"):
+        tiny_config(**sections)
+
+
+def test_a_diffusion_model_is_scored_on_the_way(tmp_path):
+    config = tiny_config(objective={"kind": "edm"}, evaluation={"times": 1, "samples": 100}, training={"steps": 2})
+    run(config, tmp_path / "run", device="cpu", console=Console(file=io.StringIO()))
+    (record,) = read_records(tmp_path / "run" / "eval.json")
+    assert len(record["sigmas"]) == 18
+
+
+def test_a_score_that_fails_does_not_end_a_run(tmp_path, monkeypatch):
+    def failing(*arguments, **options):
+        raise ConfigError("the model gives numbers that are not finite")
+
+    monkeypatch.setattr("ict.experiment.parts.evaluate", failing)
+    said = io.StringIO()
+    config = tiny_config(evaluation={"times": 2, "samples": 100})
+    run(config, tmp_path / "run", device="cpu", console=Console(file=said, width=300))
+    assert said.getvalue().count("has no score: the model gives numbers") == 2
+    assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
 def test_a_run_that_cannot_be_scored_does_not_begin(tmp_path):

@@ -14,10 +14,12 @@ from helpers import same_weights, step_of, tiny_config, trained_weights
 from rich.console import Console
 
 from ict.experiment import run
+from ict.experiment.main import check_shares
 from ict.model import ModelSpec, build_model
 from ict.nets.kernels import have_triton
 from ict.objectives import base, build_objective
 from ict.objectives.coupling import couple, match, rounds
+from ict.ranks import ALONE
 from ict.reading import ConfigError
 
 
@@ -149,6 +151,21 @@ def test_the_pieces_of_a_coupled_run_stay_as_they_are(tmp_path):
             else pytest.raises(ConfigError, match=r"training\.accumulate: 1 then, 2 now")
         ):
             run(other, tmp_path / coupling, device="cpu", resume=True, console=Console(file=io.StringIO()))
+
+
+def test_ranks_cut_a_coupled_batch_into_pieces_too():
+    config = tiny_config(data={"classes": 0}, objective={"coupling": "batch"}, training={"accumulate": 4})
+    check_shares(config, ALONE)
+    with pytest.raises(ConfigError, match="at least 2 images: 8 images on 2 ranks in 4 pieces each"):
+        check_shares(config, replace(ALONE, count=2))
+
+
+def test_another_number_of_ranks_is_another_coupled_run(tmp_path, monkeypatch):
+    config = tiny_config(data={"classes": 0}, objective={"coupling": "batch"}, training={"steps": 2})
+    run(config, tmp_path / "run", device="cpu", console=Console(file=io.StringIO()))
+    monkeypatch.setattr("ict.runfolder.rank_of_environment", lambda: replace(ALONE, count=2))
+    with pytest.raises(ConfigError, match="ranks: 1 then, 2 now"):
+        run(config, tmp_path / "run", device="cpu", resume=True, console=Console(file=io.StringIO()))
 
 
 @pytest.mark.parametrize(("above", "warns"), [(0.0, True), (1.0, False)])

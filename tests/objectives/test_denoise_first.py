@@ -99,6 +99,12 @@ def test_the_plan_tells_of_it():
     assert "from 15 s on drawn from all" in Plan.of(config_of("ect", 0.25), Budget(seconds=60)).describe()
 
 
+def test_it_never_takes_the_whole_run():
+    config = config_of("ict", denoise=0.95, s0=8)
+    assert Plan.of(config, Budget(steps=10)).first == 9 and Plan.of(config, Budget(steps=1)).first == 0
+    assert "only about 1 steps follow the denoising" in Plan.of(config, Budget(steps=10)).warning()
+
+
 def test_a_run_switches_and_resumes_to_the_bit(tmp_path):
     check_resume(config_of("ict", 0.5), tmp_path)  # 6 of 12 steps; checkpoints at 4, 8 and 12
 
@@ -120,7 +126,7 @@ def test_it_denoises_only_levels_that_the_model_is_made_for():
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_what_follows_is_rehearsed_too(share, tmp_path):
-    config = tiny_config(objective={"denoise": share}, noise={"rho": 1e-3})
+    config = tiny_config(objective={"denoise": share, "p_mean": 1000.0, "p_std": 0.1})
     with pytest.raises(ConfigError, match="cannot be trained"):
         run(config, tmp_path / "run", device="cpu", console=Console(file=io.StringIO()))
     assert not (tmp_path / "run").exists()

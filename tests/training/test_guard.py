@@ -1,9 +1,11 @@
 """The guard: what it skips, what alarms it, what it leaves alone; and how a run goes back."""
 
 import io
+import itertools
 import json
 import math
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from ict.ranks import ALONE
 from ict.sampling import load
 from ict.training.guard import BINS, FAR, IN_A_ROW, PATIENCE, SETTLED, Guard, GuardState
 from ict.training.log import RunLog, TrainingFailed, read_log
+from ict.training.passes import Passes
 
 LONG = {"steps": 120, "log_every": 1, "save_every": 10, "keep": 3, "snapshots": 0}
 
@@ -69,6 +72,15 @@ def test_the_jump_at_a_switch_of_n_is_known_and_a_real_one_is_not():
     assert guard.alarm is None and guard.calm
     feed(guard, 128.0 * 3 * FAR, gradient=128.0, steps=2 * PATIENCE, levels=1281)
     assert guard.alarm is not None
+
+
+@pytest.mark.parametrize("power", [1.0, 1.25, 3.0])
+def test_the_jump_grows_with_the_power_of_the_gap(power):
+    guard = Guard(tiny_config(objective={"gap_power": power}), ALONE, torch.device("cpu"))
+    feed(guard, 1.0, steps=2 * SETTLED)
+    jump = 16.0**power
+    feed(guard, jump, gradient=jump, steps=3 * PATIENCE, levels=161)
+    assert guard.alarm is None and guard.calm
 
 
 def test_a_switch_to_fewer_levels_is_no_divergence():
@@ -241,6 +253,29 @@ def test_a_run_that_ends_high_goes_back_and_ends_again(tmp_path, monkeypatch):
     run(tiny_config(training=LONG), tmp_path / "run", device="cpu", console=console)
     assert "Going back to step 110" in console.file.getvalue()
     assert read_log(tmp_path / "run" / "log.jsonl")[-1]["loss"] < 100
+
+
+@pytest.mark.parametrize(("bad", "again", "steps", "last"), [(40, True, 120, 105), (95, False, 100, 70)])
+def test_a_timed_run_that_goes_back_keeps_the_time_that_it_has_spent(bad, again, steps, last, tmp_path, monkeypatch):
+    """No step has an earlier N, and no minute is spent twice: at its end a run takes its last checkpoint as it is."""
+    clock, taken, take = itertools.count(), [], Passes.take
+
+    def counted(self, *arguments, done, total, **options):
+        taken.append(done)
+        return take(self, *arguments, done=done, total=total, **options)
+
+    def ticking():
+        return next(clock) / 100  # a step takes 10 ms
+
+    monkeypatch.setattr("ict.training.loop.time", SimpleNamespace(monotonic=ticking))
+    spoil(monkeypatch, lambda seed, step: math.nan if step >= bad and (seed == 0 or not again) else 1.0)
+    training = LONG | {"steps": None, "budget": f"{steps / 100}s", "save_every": 35}
+    with monkeypatch.context() as patch:
+        patch.setattr(Passes, "take", counted)
+        run(tiny_config(training=training), tmp_path / "run", device="cpu", console=quiet())
+    _, *taken = taken  # the first was rehearsed
+    assert len(taken) == steps and taken == sorted(taken)
+    assert load(tmp_path / "run").origin["step"] == last
 
 
 def test_ways_back_are_counted_over_restarts_and_lead_further_back(tmp_path, monkeypatch):

@@ -63,7 +63,11 @@ def add_record(path: Path, record: Record) -> None:
     """Add a record to the file, in the place of one about the same thing; several processes may do so at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_name(f".{path.name}.lock")):
-        others = [old for old in read_records(path) if any(old.get(key) != record.get(key) for key in IDENTITY)]
+        others = [
+            old
+            for old in read_records(path)
+            if other_way(old, record) or any(old.get(key) != record.get(key) for key in IDENTITY)
+        ]
         write_atomically(path, json.dumps({"format": FORMAT, "records": [*others, record]}, indent=1).encode())
 
 
@@ -79,6 +83,11 @@ def check_place(path: Path) -> None:
 def same_measure(one: Record, other: Record) -> bool:
     """Whether two records differ in the model's step alone, so that their scores can be compared."""
     return all(one.get(key) == other.get(key) for key in IDENTITY if key != "step")
+
+
+def other_way(one: Record, other: Record) -> bool:
+    """Whether two records are of different moments of a run: of other steps, or before and after it has gone back."""
+    return (one.get("step"), one.get("attempt", 0)) != (other.get("step"), other.get("attempt", 0))
 
 
 def published_rows(source: str, names: list[str]) -> list[tuple[str, int, dict[str, float]]]:

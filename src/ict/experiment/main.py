@@ -7,12 +7,11 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 
-from ict.config import BOUNDS, Config, TrainingConfig
+from ict.config import Config
 from ict.data import Images, load_images
 from ict.device import pick_device
 from ict.display import DataProgress, LastingConsole, TrainingDisplay, format_time
@@ -21,12 +20,13 @@ from ict.evaluation.judge import Judge
 from ict.evaluation.records import read_records
 from ict.evaluation.report import write_report
 from ict.experiment.goback import go_back, pick_up, read_attempt
-from ict.experiment.parts import Run, fresh_model, warn_on
+from ict.experiment.parts import Run, check_teacher, fresh_model, warn_on
 from ict.files import check_folder, explain, holds_run, list_checkpoints, write_atomically
 from ict.model import ModelSpec, pack_model
+from ict.objectives.keys import check_names, idle_keys
 from ict.ranks import ALONE, Ranks, device_of_rank, join_ranks
 from ict.reading import ConfigError, require, to_dict
-from ict.runfolder import claim, leftovers, open_folder, same_images
+from ict.runfolder import bound_of, claim, leftovers, open_folder, same_images
 from ict.training.budget import Budget
 from ict.training.checkpoint import Found, surroundings
 from ict.training.guard import Guard
@@ -77,7 +77,8 @@ def run_on(
     console: Console,
 ) -> Path:
     """What each rank of a run does."""
-    check_shares(config.training, ranks)
+    check_names(config.objective)
+    check_shares(config, ranks)
     if resume == "auto":
         resume, overwrite = decide(folder)
     resume, overwrite = ranks.from_main((bool(resume), overwrite))
@@ -91,7 +92,9 @@ def run_on(
     judge = judge_of(config, images, where)
     if resume and ranks.main:
         read_records(folder / "eval.json")  # damaged: said now, not after hours
-    model = fresh_model(config, spec)
+    check_teacher(config, spec)
+    start = replace(config, training=replace(config.training, start="")) if resume else config  # it has weights already
+    model = fresh_model(start, spec)
     set_up(config, model, where)
     state = new_state(config, model, ranks=ranks)
     compiles = where.type == "cuda" or config.speed.compile
@@ -128,13 +131,19 @@ def run_on(
     return folder / "model.safetensors"
 
 
-def check_shares(training: TrainingConfig, ranks: Ranks) -> None:
+def check_shares(config: Config, ranks: Ranks) -> None:
     """That a batch can be cut into equal pieces for all ranks."""
+    training = config.training
     pieces = ranks.count * training.accumulate
     require(
         training.batch % pieces == 0,
         f"training.batch = {training.batch} cannot be shared among {ranks.count} ranks in "
         f"{training.accumulate} pieces each: use a multiple of {pieces}",
+    )
+    require(
+        config.objective.coupling != "batch" or training.batch >= 2 * pieces,
+        f"objective.coupling = batch needs pieces of at least 2 images: {training.batch} images on {ranks.count} ranks "
+        f"in {training.accumulate} pieces each are too few",
     )
 
 
@@ -275,11 +284,6 @@ def rehearse(config: Config, state: TrainState, images: Images, ranks: Ranks) ->
     return time.perf_counter() - begun
 
 
-def bound_of(training: dict[str, Any]) -> str:
-    """How long a recipe's run is."""
-    return ", ".join(f"training.{key} = {training[key]}" for key in BOUNDS if key in training)
-
-
 def announce(this: Run, plan: Plan, found: Found | None) -> None:
     """Say what is about to happen, and what may go wrong with it."""
     config = this.config
@@ -293,6 +297,8 @@ def announce(this: Run, plan: Plan, found: Found | None) -> None:
         this.warn(f"a step takes {config.training.batch:,} images, more than there are: lower training.batch")
     this.say(f"noise levels: {plan.describe()}")
     this.warn(plan.warning())
+    if idle := idle_keys(config):
+        this.say(f"objective.kind = {config.objective.kind} makes no use of objective.{', objective.'.join(idle)}")
     objective, middle = config.objective, config.sampling.sigma_mid
     if objective.coupling == "batch" and middle > objective.couple_above and objective.learns != "diffusion":
         this.warn(

@@ -16,13 +16,22 @@ from ict.data import Images
 from ict.evaluation.evaluate import Plan as ScorePlan
 from ict.evaluation.evaluate import evaluate
 from ict.evaluation.judge import Judge
-from ict.evaluation.records import IN_TRAINING, Record, add_record, main_scores, read_records, same_measure, show_number
+from ict.evaluation.records import (
+    IN_TRAINING,
+    Record,
+    add_record,
+    main_scores,
+    other_way,
+    read_records,
+    same_measure,
+    show_number,
+)
 from ict.files import check_folder, explain, step_name, write_atomically
-from ict.model import ConsistencyModel, ModelSpec, build_model, pack_model, read_model
+from ict.model import ConsistencyModel, ModelSpec, build_model, pack_model, read_model, read_spec
 from ict.pictures import comfortable_scale, enough, grid, png
 from ict.ranks import ALONE, Ranks
-from ict.reading import ConfigError
-from ict.runfolder import identity
+from ict.reading import ConfigError, require
+from ict.runfolder import identity, teacher_file, teacher_identity
 from ict.sampling import Generator, load
 from ict.training.budget import Budget
 from ict.training.guard import Guard
@@ -59,12 +68,18 @@ class Run:
         gather_optimiser(self.state.optimiser)
         if self.ranks.main:
             extras = {"log": self.log.state(), "guard": self.guard.state.save(), "identity": self.identity}
+            extras |= {"teacher": self.teacher} if self.teacher else {}
             self.saver.save(self.state, extras)
 
     @functools.cached_property
     def identity(self) -> str:
         """Of the images: a checkpoint says what it was made on."""
         return identity(self.images, classes=self.config.data.classes > 0)
+
+    @functools.cached_property
+    def teacher(self) -> str:
+        """Which model is distilled, if one is."""
+        return teacher_identity(self.config)
 
     def sound(self) -> bool:
         """Whether the guard is calm and every weight a number."""
@@ -88,9 +103,16 @@ class Run:
         assert self.judge is not None
         if not self.sound():
             return
-        wanted, path = self.config.evaluation, self.folder / "eval.json"
-        plan = ScorePlan(steps=(wanted.steps,), samples=wanted.samples)
-        (record,) = evaluate(self.generator(), self.judge, plan, name=IN_TRAINING, ranks=self.ranks)
+        wanted, path, generator = self.config.evaluation, self.folder / "eval.json", self.generator()
+        plan = ScorePlan(steps=(len(generator.ladder(wanted.steps)),), samples=wanted.samples)
+        try:
+            (record,) = evaluate(generator, self.judge, plan, name=IN_TRAINING, ranks=self.ranks)
+        except ConfigError as error:  # samples that are not numbers, say
+            if self.ranks.count > 1:  # the others wait for this rank's share
+                raise
+            self.warn(f"step {self.state.step:,} has no score: {error}. The run goes on")
+            return
+        record |= {"attempt": self.state.attempt} if self.state.attempt else {}
         if self.ranks.main:
             self.write("the score", lambda: self.keep_score(record, plan, path))
 
@@ -102,7 +124,7 @@ class Run:
             others = list(evaluate(load(place, device=self.state.model.device), self.judge, plan, name=IN_TRAINING))
             add_record(path, others[0])
         add_record(path, record)
-        best = min((old["scores"][name] for old in others if old["step"] != self.state.step), default=math.inf)
+        best = min((old["scores"][name] for old in others if other_way(old, record)), default=math.inf)
         better = record["scores"][name] < best or not place.is_file()
         if better:
             packed = pack_model(self.spec, self.state.averages[0].weights, self.origin())
@@ -147,17 +169,27 @@ def fresh_model(config: Config, spec: ModelSpec) -> ConsistencyModel:
         return model
     path = Path(config.training.start).expanduser()
     other, theirs, _ = read_model(path)
-    try:
-        model.load_state_dict(other.state_dict())
-    except RuntimeError as error:
-        there, here = shape_of(theirs), shape_of(spec)
-        apart = "; ".join(f"{key} is {there[key]} there, {here[key]} here" for key in here if there[key] != here[key])
-        raise ConfigError(f"training.start = {path}: its net is not the recipe's: {apart or error}") from None
+    there, here = nature_of(theirs), nature_of(spec)
+    apart = [f"{key} is {there.get(key)} there, {here[key]} here" for key in here if there.get(key) != here[key]]
+    require(not apart, f"training.start = {path}: its net is not the recipe's: {'; '.join(apart)}")
+    model.load_state_dict(other.state_dict())
     return model
 
 
-def shape_of(spec: ModelSpec) -> dict[str, object]:
-    """What decides which weights a model has, by the recipe's keys."""
-    net = {f"net.{key}": value for key, value in vars(spec.net).items()}
+def nature_of(spec: ModelSpec) -> dict[str, object]:
+    """What decides which weights a model has and what it computes with them, by the recipe's keys."""
+    idle = {"dropout", "dropout_max_size", "fourier_scale", "positional_scale"} - {f"{spec.net.embedding}_scale"}
+    net = {f"net.{key}": value for key, value in vars(spec.net).items() if key not in idle}
     data = {"data.image_size": spec.image_size, "data.channels": spec.channels, "data.classes": len(spec.class_names)}
-    return {**net, **data}
+    return {**net, **data, "noise.sigma_data": spec.noise.sigma_data}
+
+
+def check_teacher(config: Config, spec: ModelSpec) -> None:
+    """That a teacher with classes means the same ones as the recipe's images."""
+    path = teacher_file(config)
+    theirs = read_spec(path).class_names if path is not None else ()
+    require(
+        not theirs or theirs == spec.class_names,
+        f"objective.teacher_model = {path} knows the classes {', '.join(theirs[:10])}, this run "
+        f"{', '.join(spec.class_names[:10]) or 'none'}: they must be the same, or set data.classes to distil another",
+    )

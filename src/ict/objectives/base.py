@@ -89,7 +89,7 @@ class Objective(Protocol):
 class Method(Objective, Protocol):
     """An objective that a recipe can name, and what a table of it has to say."""
 
-    keys: ClassVar[tuple[str, ...]]  # of [objective] that it looks at, beside those that `info.used_keys` adds
+    keys: ClassVar[tuple[str, ...]]  # of [objective] that it looks at, beside those that `keys.used_keys` adds
 
     def __init__(self, config: Config) -> None: ...
 

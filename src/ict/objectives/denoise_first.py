@@ -46,5 +46,5 @@ class DenoiseFirst:
 
 
 def warm_up(total: int, *, share: float) -> int:
-    """How much of a run, in steps or milliseconds, is spent on denoising."""
-    return round(share * total)
+    """How much of a run, in steps or milliseconds, is spent on denoising: never all of it."""
+    return min(round(share * total), max(0, total - 1))

@@ -37,6 +37,11 @@ class ConsistencyDistillation(ImprovedConsistencyTraining):
         model, spec, _ = read_model(Path(self.path).expanduser())
         if spec.kind != "diffusion":
             raise ConfigError(f"{self.path} is a {spec.kind} model: objective.teacher_model must be a diffusion model")
+        classes = len(spec.class_names)
+        require(
+            classes in (0, self.config.data.classes),
+            f"{self.path} knows {classes} classes: set data.classes to that, or distil a model without classes",
+        )
         return model.to(device).requires_grad_(False)
 
     @staticmethod

@@ -3,7 +3,8 @@
 Loss and gradient are watched as a whole and by noise level, over all ranks. Each figure has a fast average, of the
 last steps, a slow one of when all was well, and the lowest that the slow one has been; a run has diverged when a fast
 one stays far above its slow one, or very far above the lowest. The weight λ grows with N, and at a switch of N loss and
-gradient may jump by up to the ratio of the two: what they are measured against is raised by it, and never lowered.
+gradient may jump by up to the ratio of the two (to the power of `gap_power`): what they are measured against is raised
+by it, and never lowered.
 """
 
 import math
@@ -98,6 +99,8 @@ class Guard:
     def __init__(self, config: Config, ranks: Ranks, device: torch.device):
         self.ranks, self.device = ranks, device
         self.low, self.high = math.log(config.noise.sigma_min), math.log(config.noise.sigma_max)
+        section = config.objective
+        self.growth = max(1.0, section.gap_power) if section.weighting == "inverse_gap" else 1.0  # λ ∝ N^growth
         self.state = GuardState()
         self.alarm: str | None = None  # why the run has to go back
         self.history: deque[dict[str, Any]] = deque(maxlen=KEPT)
@@ -218,7 +221,7 @@ class Guard:
         before, self.state.levels = self.state.levels, levels
         if 1 < before < levels:
             for track in self.state.tracks.values():
-                track.raise_by((levels - 1) / (before - 1))
+                track.raise_by(((levels - 1) / (before - 1)) ** self.growth)
 
     def figures(self) -> dict[str, Any]:
         """What is worth a place in the log: the smoothed loss, the steps skipped so far, loss and gradient by level."""

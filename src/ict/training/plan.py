@@ -71,6 +71,8 @@ class Plan:
             )
         if steps is not None:
             steps = round(steps * (1 - self.first / max(1, self.total)))
+            if self.first and steps < SHORT_STAGE:
+                return f"only about {steps} steps follow the denoising: train longer or lower objective.denoise"
         if steps is not None and 1 < len(self.stages) <= 16 and steps / len(self.stages) < SHORT_STAGE:
             return (
                 f"each of the {len(self.stages)} values of N gets only about {steps / len(self.stages):.0f} steps; "
