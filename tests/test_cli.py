@@ -220,11 +220,13 @@ def test_sample_refuses_what_it_cannot_do(arguments, message, trained, tmp_path)
 def test_a_place_that_cannot_be_written_is_refused_before_drawing(trained, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     (tmp_path / "folder.png").mkdir()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     monkeypatch.setattr("ict.sampling.sample_numbers", None)  # nothing is drawn
     for out, scale, message in (
         ("file", 1, "is a file: give a folder, or a .png"),
         ("folder.png", 1, "is a folder: name a file"),
-        ("file/b.png", 1, "file is a file, not a folder"),
+        ("file/b.png", 1, "file is not a folder"),
+        ("dangling/b.png", 1, "dangling is not a folder"),
         ("new/deep/a.png", 100_000, "too large"),
         ("/proc/x.png", 1, "cannot be written in /proc"),
         ("/proc/x", 1, "cannot be written in /proc"),
@@ -233,7 +235,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_drawing(trained, tmp_p
             app(["sample", str(trained), "--out", str(tmp_path / out), "--scale", str(scale)], standalone_mode=False)
     with pytest.raises(ConfigError, match="cannot be written in /proc"):
         app(["tune", str(trained), "--write", "/proc/x.safetensors"], standalone_mode=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file", "folder.png"]
 
 
 def test_single_files_are_written_as_they_are_drawn(trained, tmp_path, monkeypatch, capsys):
@@ -253,6 +255,12 @@ def test_single_files_are_written_as_they_are_drawn(trained, tmp_path, monkeypat
     assert "stopped: 6 of 7 images are in" in capsys.readouterr().err
     first = {path.name: path.read_bytes() for path in (tmp_path / "some").iterdir()}
     assert sorted(first) == [f"0000{i}.png" for i in range(6)]
+    calls.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling, "sample_numbers", tired)
+        app([*arguments, "--seed", "1"], standalone_mode=False)
+    mixed = [path.name for path in (tmp_path / "some").iterdir() if path.read_bytes() == first.get(path.name)]
+    assert not mixed  # nothing of the first draw is left among the second
     app(arguments, standalone_mode=False)
     again = {path.name: path.read_bytes() for path in (tmp_path / "some").iterdir()}
     assert len(again) == 7 and again.items() > first.items()

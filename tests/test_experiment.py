@@ -21,7 +21,7 @@ import ict.experiment as experiment
 import ict.training.checkpoint as checkpoint
 from ict.data import load_images
 from ict.experiment import run
-from ict.files import DamagedFile, list_checkpoints, step_of, write_atomically
+from ict.files import DamagedFile, list_checkpoints, sha256, step_of, write_atomically
 from ict.model import ModelSpec, build_model, pack_model, read_spec
 from ict.objectives.distillation import ConsistencyDistillation
 from ict.pictures import grid, png
@@ -524,7 +524,9 @@ def test_a_run_whose_time_is_over_may_be_resumed_as_it_was(tmp_path):
     config = tiny_config(training={"steps": None, "budget": "0.2s"})
     run(config, tmp_path / "run", device="cpu", console=quiet())
     (tmp_path / "run" / "model.safetensors").unlink()
-    run(config, tmp_path / "run", device="cpu", resume=True, console=quiet())
+    for budget in ("0.2s", "0m0.2s"):
+        same = replace(config, training=replace(config.training, budget=budget))
+        run(same, tmp_path / "run", device="cpu", resume=True, console=quiet())
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
@@ -588,6 +590,36 @@ def test_a_teacher_may_move_but_not_change(tmp_path):
     moved.write_bytes(pack_model(spec, build_model(spec, seed=5).state_dict(), {}))
     with pytest.raises(ConfigError, match="it is another model than then"):
         run(config_of(moved, 4), tmp_path / "run", device="cpu", resume=True, console=quiet())
+
+
+def test_a_teacher_may_vanish_once_a_run_has_it(tmp_path, monkeypatch):
+    teacher = written(tmp_path, "teacher", objective={"kind": "edm"})
+    digest, original = sha256(teacher.read_bytes()), RunLog.step
+
+    def step(self, state):
+        teacher.unlink(missing_ok=True)
+        return original(self, state)
+
+    monkeypatch.setattr(RunLog, "step", step)
+    config = tiny_config(objective={"kind": "cd", "teacher_model": str(teacher)})
+    run(config, tmp_path / "run", device="cpu", console=quiet())
+    manifest = check_checkpoint(list_checkpoints(tmp_path / "run")[-1])
+    assert manifest["extras"]["teacher"] == digest
+
+
+def test_an_unknown_teacher_is_not_exchanged(tmp_path):
+    """A checkpoint of an older version does not say which it was: there the path counts."""
+    teacher = written(tmp_path, "teacher", objective={"kind": "edm"})
+    config = tiny_config(objective={"kind": "cd", "teacher_model": str(teacher)}, training={"steps": 4})
+    run(config, tmp_path / "run", device="cpu", console=quiet())
+    place = list_checkpoints(tmp_path / "run")[-1] / "checkpoint.json"
+    manifest = json.loads(place.read_text())
+    del manifest["extras"]["teacher"], manifest["sha256"]
+    place.write_bytes(seal(manifest))
+    for teacher_model in ("mixture2d", str(teacher.rename(tmp_path / "moved.safetensors"))):
+        other = replace(config, objective=replace(config.objective, teacher_model=teacher_model))
+        with pytest.raises(ConfigError, match=r"objective\.teacher_model: .* then, .* now"):
+            check_same(other, find_checkpoint(tmp_path / "run"), load_images(config.data))
 
 
 def test_keys_that_a_method_has_no_use_for_are_told_and_their_names_checked(tmp_path):

@@ -200,6 +200,8 @@ def draw_files(drawn: Iterator["Tensor"], names: list[str], folder: Path, *, sca
     try:
         with DataProgress("drawing", total=len(names)) as progress:
             for some in drawn:
+                for old in names if done == 0 else []:  # of an earlier draw: the two must not mix
+                    (folder / old).unlink(missing_ok=True)
                 for image in some.cpu():
                     write_atomically(folder / names[done], png(grid(image[None], scale=scale)), sync=False)
                     done += 1

@@ -325,10 +325,6 @@ class Config:
             f"sampling.sigma_mid = {self.sampling.sigma_mid} must lie between noise.sigma_min = {self.noise.sigma_min} "
             f"and noise.sigma_max = {self.noise.sigma_max}",
         )
-        require(
-            self.evaluation.steps != 1 or self.objective.learns != "diffusion",
-            "evaluation.steps = 1: a diffusion model takes 2 to 1000 steps (usual are 18)",
-        )
         flow = self.objective.kind == "meanflow"
         require(
             self.net.intervals or not flow,

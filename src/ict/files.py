@@ -78,13 +78,13 @@ def check_target(option: str, path: Path, *, folder: bool = False) -> None:
     else:
         require(not path.is_dir(), f"{option} {path} is a folder: name a file")
     place = path if folder else path.parent
-    while not place.exists():
+    while not os.path.lexists(place):
         place = place.parent
-    require(place.is_dir(), f"{option} {path} cannot be written: {place} is a file, not a folder")
+    require(place.is_dir(), f"{option} {path} cannot be written: {place} is not a folder")
     trial = place / f".ict.{os.getpid()}.partial"
     try:
         trial.touch()
-        trial.unlink()
+        trial.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{option} {path} cannot be written in {place} ({error.strerror}): choose another") from error
 

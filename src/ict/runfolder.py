@@ -155,8 +155,8 @@ def check_same(config: Config, found: Found, images: Images) -> None:
     old, new = flatten(to_dict(from_dict(Config, found.manifest["recipe"]))), flatten(to_dict(config))
     coupled = {"training.accumulate"} if config.objective.coupling == "batch" else set()  # pieces are matched apart
     moved = {"data.source", "data.split"} if same_images(found, images, config) else set()
-    if teacher_identity(config) == found.manifest["extras"].get("teacher", ""):
-        moved.add("objective.teacher_model")
+    known = found.manifest["extras"].get("teacher")  # older checkpoints do not have it
+    moved |= {"objective.teacher_model"} if known and known == teacher_identity(config) else set()
     changed = [
         f"{key}: {old.get(key)!r} then, {new.get(key)!r} now"
         for key in sorted(old.keys() | new.keys())
@@ -165,7 +165,7 @@ def check_same(config: Config, found: Found, images: Images) -> None:
     then, now = found.manifest["made_with"].get("ranks", 1), rank_of_environment().count
     if coupled and then != now:
         changed.append(f"ranks: {then} then, {now} now (objective.coupling = batch pairs images within a rank)")
-    if "teacher" in found.manifest["extras"] and "objective.teacher_model" not in moved:
+    if known and not moved & {"objective.teacher_model"}:
         changed.append("objective.teacher_model: it is another model than then")
     require(
         not changed,
@@ -177,12 +177,12 @@ def check_same(config: Config, found: Found, images: Images) -> None:
 def check_length(config: Config, found: Found) -> None:
     """That a resumed run is not made shorter than it is already."""
     budget, step, seconds = Budget.from_config(config.training), found.manifest["step"], found.manifest["seconds"]
-    then, now = bound_of(found.manifest["recipe"]["training"]), bound_of(to_dict(config.training))
-    past = step > budget.steps if budget.steps is not None else then != now and budget.finished(step, seconds)
+    before = Budget.from_config(from_dict(Config, found.manifest["recipe"]).training)
+    past = step > budget.steps if budget.steps is not None else budget != before and budget.finished(step, seconds)
     require(
         not past,
-        f"{now}, but {found.path} is past that (step {step:,}, {seconds:.0f} s): a run can be made longer, not "
-        "shorter; the length is that of the whole run, not of what is still to come",
+        f"{bound_of(to_dict(config.training))}, but {found.path} is past that (step {step:,}, {seconds:.0f} s): a run "
+        "can be made longer, not shorter; the length is that of the whole run, not of what is still to come",
     )
 
 

@@ -435,7 +435,6 @@ def test_a_score_from_before_a_way_back_stays_the_one_of_its_model(tmp_path, mon
     [
         {"evaluation": {"times": 1, "samples": 100, "steps": 1001}},
         {"evaluation": {"times": 1, "samples": 10**7 + 1}},
-        {"evaluation": {"times": 1, "samples": 100, "steps": 1}, "objective": {"kind": "edm"}},
     ],
 )
 def test_scores_that_cannot_be_had_are_refused_with_the_recipe(sections):
@@ -443,11 +442,14 @@ def test_scores_that_cannot_be_had_are_refused_with_the_recipe(sections):
         tiny_config(**sections)
 
 
-def test_a_diffusion_model_is_scored_on_the_way(tmp_path):
-    config = tiny_config(objective={"kind": "edm"}, evaluation={"times": 1, "samples": 100}, training={"steps": 2})
+@pytest.mark.parametrize(("steps", "taken"), [(None, 18), (1, 18), (4, 4)])
+def test_a_diffusion_model_is_scored_on_the_way(steps, taken, tmp_path):
+    """Older recipes of runs have a 1 where nothing was said."""
+    scoring = {"times": 1, "samples": 100} | ({"steps": steps} if steps else {})
+    config = tiny_config(objective={"kind": "edm"}, evaluation=scoring, training={"steps": 2})
     run(config, tmp_path / "run", device="cpu", console=Console(file=io.StringIO()))
     (record,) = read_records(tmp_path / "run" / "eval.json")
-    assert len(record["sigmas"]) == 18
+    assert len(record["sigmas"]) == taken
 
 
 def test_a_score_that_fails_does_not_end_a_run(tmp_path, monkeypatch):

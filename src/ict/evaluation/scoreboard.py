@@ -37,7 +37,7 @@ def score_table(records: list[Record]) -> str:
     for record in sorted(records, key=lambda r: (r["step"] or 0, len(r["sigmas"]))):
         seeds = f", {len(record['seeds'])} seeds" if len(record["seeds"]) > 1 else ""
         step = "" if record["step"] is None else f"{record['step']:,}"
-        cells = [f"{record['model']}{seeds}", step, str(record["ema"] or ""), levels_of(record) or "–"]
+        cells = [f"{name_of(record)}{seeds}", step, str(record["ema"] or ""), levels_of(record) or "–"]
         cells += [with_spread(name, record["scores"]) for name in names]
         rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
     for name, calls, scores in published_rows(records[0]["real"]["source"], names):
@@ -58,12 +58,18 @@ def score_table(records: list[Record]) -> str:
     return table + score_curve(records, names[0])
 
 
+def name_of(record: Record) -> str:
+    """What a score is of; a run that has gone back has two ways through the same steps."""
+    times = record.get("attempt", 0)
+    return record["model"] + (f", after going back {times} time{'s' * (times > 1)}" if times else "")
+
+
 def score_curve(records: list[Record], name: str) -> str:
     """The first score over the steps of the run: a curve for each way of scoring that has several."""
     curves: dict[tuple[str, str], dict[int, float]] = {}
     for record in records:
         if record["step"]:
-            way = (record["model"], f"EMA {record['ema']}, σ = {levels_of(record)}")
+            way = (name_of(record), f"EMA {record['ema']}, σ = {levels_of(record)}")
             curves.setdefault(way, {})[record["step"]] = max(record["scores"][name], 1e-6)  # the axis is logarithmic
     cards = []
     for (model, how), points in curves.items():

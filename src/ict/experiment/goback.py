@@ -38,13 +38,15 @@ def go_back(this: Run) -> None:
             + (". No checkpoint can be read to go back to" if lost and not over else "")
         )
     attempt, spent = state.attempt + 1, state.seconds
+    ended = this.budget.finished(state.step, spent)
     if found is None:
         reset(state, fresh_model(this.config, this.spec))
         this.log.resume({"count": 0, "loss": 0.0, "gradient": 0.0}, 0)
         this.guard.forget(GuardState())
     else:
         pick_up(found, state, this.log, this.guard, this.ranks)
-        state.seconds = spent  # steps are taken back, time is not
+        if not ended:  # an end that was bad is tried again, in time of its own; else only steps are taken back
+            state.seconds = spent
     if this.ranks.main and found is not None:
         this.write("what lies beyond", lambda: step_back(this.folder, found))
     state.attempt, this.begun, this.returned = attempt, state.step, state.step

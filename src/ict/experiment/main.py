@@ -26,7 +26,7 @@ from ict.model import ModelSpec, pack_model
 from ict.objectives.keys import check_names, idle_keys
 from ict.ranks import ALONE, Ranks, device_of_rank, join_ranks
 from ict.reading import ConfigError, require, to_dict
-from ict.runfolder import bound_of, claim, leftovers, open_folder, same_images
+from ict.runfolder import bound_of, claim, leftovers, open_folder, same_images, teacher_identity
 from ict.training.budget import Budget
 from ict.training.checkpoint import Found, surroundings
 from ict.training.guard import Guard
@@ -93,6 +93,7 @@ def run_on(
     if resume and ranks.main:
         read_records(folder / "eval.json")  # damaged: said now, not after hours
     check_teacher(config, spec)
+    teacher = teacher_identity(config) if ranks.main else ""  # now: its file may be gone by the first checkpoint
     start = replace(config, training=replace(config.training, start="")) if resume else config  # it has weights already
     model = fresh_model(start, spec)
     set_up(config, model, where)
@@ -119,7 +120,7 @@ def run_on(
     this = Run(
         config=config, folder=folder, images=images, spec=spec, state=state, budget=budget, log=log, guard=guard,
         saver=Saver(folder, spec, config, warn, step=state.step), console=console, ranks=ranks, judge=judge,
-        begun=state.step,
+        begun=state.step, teacher=teacher,
     )  # fmt: skip
     announce(this, plan, found)
     if seconds > LONG and compiles:

@@ -31,7 +31,7 @@ from ict.model import ConsistencyModel, ModelSpec, build_model, pack_model, read
 from ict.pictures import comfortable_scale, enough, grid, png
 from ict.ranks import ALONE, Ranks
 from ict.reading import ConfigError, require
-from ict.runfolder import identity, teacher_file, teacher_identity
+from ict.runfolder import identity, teacher_file
 from ict.sampling import Generator, load
 from ict.training.budget import Budget
 from ict.training.guard import Guard
@@ -57,6 +57,7 @@ class Run:
     saver: Saver
     ranks: Ranks = ALONE
     judge: Judge | None = None  # scores the model on the way
+    teacher: str = ""  # which model is distilled, if one is
     begun: int = 0  # step of the newest checkpoint that was begun
     returned: int | None = None  # the step that the run last went back to
 
@@ -75,11 +76,6 @@ class Run:
     def identity(self) -> str:
         """Of the images: a checkpoint says what it was made on."""
         return identity(self.images, classes=self.config.data.classes > 0)
-
-    @functools.cached_property
-    def teacher(self) -> str:
-        """Which model is distilled, if one is."""
-        return teacher_identity(self.config)
 
     def sound(self) -> bool:
         """Whether the guard is calm and every weight a number."""
@@ -104,7 +100,8 @@ class Run:
         if not self.sound():
             return
         wanted, path, generator = self.config.evaluation, self.folder / "eval.json", self.generator()
-        plan = ScorePlan(steps=(len(generator.ladder(wanted.steps)),), samples=wanted.samples)
+        asked = None if wanted.steps == 1 else wanted.steps  # what was written where nothing was: 18 for diffusion
+        plan = ScorePlan(steps=(len(generator.ladder(asked)),), samples=wanted.samples)
         try:
             (record,) = evaluate(generator, self.judge, plan, name=IN_TRAINING, ranks=self.ranks)
         except ConfigError as error:  # samples that are not numbers, say
