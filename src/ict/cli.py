@@ -150,7 +150,9 @@ def sample(
     require(scale is None or scale >= 1, f"--scale {scale}: use at least 1")
     check_target("--out", out, folder=not sheet)
 
-    from ict.pictures import comfortable_scale, is_points, sheet_shape
+    from ict.display import DataProgress
+    from ict.files import write_atomically
+    from ict.pictures import comfortable_scale, grid, is_points, png, sheet_shape
     from ict.sampling import check_count, load
 
     generator = load(model, ema=ema, device=device, precision=precision)
@@ -163,31 +165,17 @@ def sample(
     files = [] if sheet else single_files(out, count)
     asked = [] if label is None else [label] if label in names else label.split(",")
     labels = [one.strip() for one in itertools.islice(itertools.cycle(asked), count)] or None
-    drawn = generator.batches(count, steps=steps, seed=seed, label=labels, sigmas=ladder, batch=batch)
+    options = {"steps": steps, "seed": seed, "label": labels, "sigmas": ladder, "batch": batch}
     if sheet:
-        draw_sheet(drawn, count, out, columns=columns, scale=scale or 1)
+        with DataProgress("drawing", total=count) as bar:
+            images = generator.sample(count, **options, progress=lambda drawn: bar(drawn, count))
+        write_atomically(out, png(grid(images, columns=columns, scale=scale or 1)))
     else:
-        draw_files(drawn, files, out, scale=scale or 1)
+        draw_files(generator.batches(count, **options), files, out, scale=scale or 1)
     print(f"{count} images: {out}")
 
 
 PICTURES = (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg", ".pdf", ".avif", ".jxl", ".heic", ".ppm")
-
-
-def draw_sheet(drawn: Iterator["Tensor"], count: int, out: Path, *, columns: int | None, scale: int) -> None:
-    """All images in one picture."""
-    import torch
-
-    from ict.display import DataProgress
-    from ict.files import write_atomically
-    from ict.pictures import grid, png
-
-    images: list[Tensor] = []
-    with DataProgress("drawing", total=count) as progress:
-        for some in drawn:
-            images.append(some.cpu())
-            progress(sum(map(len, images)), count)
-    write_atomically(out, png(grid(torch.cat(images), columns=columns, scale=scale)))
 
 
 def draw_files(drawn: Iterator["Tensor"], names: list[str], folder: Path, *, scale: int) -> None:

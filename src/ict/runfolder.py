@@ -156,7 +156,8 @@ def check_same(config: Config, found: Found, images: Images) -> None:
     coupled = {"training.accumulate"} if config.objective.coupling == "batch" else set()  # pieces are matched apart
     moved = {"data.source", "data.split"} if same_images(found, images, config) else set()
     known = found.manifest["extras"].get("teacher")  # older checkpoints do not have it
-    moved |= {"objective.teacher_model"} if known and known == teacher_identity(config) else set()
+    exchanged = bool(known) and known != teacher_identity(config)
+    moved |= {"objective.teacher_model"} if known and not exchanged else set()
     changed = [
         f"{key}: {old.get(key)!r} then, {new.get(key)!r} now"
         for key in sorted(old.keys() | new.keys())
@@ -165,7 +166,7 @@ def check_same(config: Config, found: Found, images: Images) -> None:
     then, now = found.manifest["made_with"].get("ranks", 1), rank_of_environment().count
     if coupled and then != now:
         changed.append(f"ranks: {then} then, {now} now (objective.coupling = batch pairs images within a rank)")
-    if known and not moved & {"objective.teacher_model"}:
+    if exchanged:
         changed.append("objective.teacher_model: it is another model than then")
     require(
         not changed,
