@@ -100,8 +100,7 @@ MISTAKES = {
         "objectives/test_ict.py",
     ),
     "sampler noise scaled by a list index": (
-        "sampling.py", "scale = sigma if call == 0 else (sigma**2 - model.noise.sigma_min**2) ** 0.5",
-        "scale = sigma if call == 0 else call", "test_sampling.py",
+        "sampling.py", "x + (sigma**2 - model.noise.sigma_min**2) ** 0.5 * z", "x + call * z", "test_sampling.py",
     ),
     "sampler noise of the full level": (
         "sampling.py", "(sigma**2 - model.noise.sigma_min**2) ** 0.5", "sigma", "test_sampling.py",

@@ -272,14 +272,21 @@ class SpeedConfig:
         require(self.precision in PRECISIONS, f"speed.precision = {self.precision!r}: use {', '.join(PRECISIONS)}")
 
 
+STARTS = ("noise", "gaussian")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """[sampling] How the model is best used."""
 
     sigma_mid: float = 0.821  # the last noise level of multistep sampling; 0.821 is the paper's for CIFAR-10
+    start: str = "noise"  # where samples begin: "noise" of sigma_max, or a "gaussian" that stands for noisy images
+    start_sigma: float = 4.0  # the noise level of that Gaussian
 
     def __post_init__(self) -> None:
         require(self.sigma_mid > 0, f"sampling.sigma_mid = {self.sigma_mid}: must be above 0")
+        require(self.start in STARTS, f"sampling.start = {self.start!r}: use {' or '.join(STARTS)}")
+        require(self.start_sigma > 0, f"sampling.start_sigma = {self.start_sigma}: must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +331,11 @@ class Config:
             self.noise.sigma_min < self.sampling.sigma_mid < self.noise.sigma_max,
             f"sampling.sigma_mid = {self.sampling.sigma_mid} must lie between noise.sigma_min = {self.noise.sigma_min} "
             f"and noise.sigma_max = {self.noise.sigma_max}",
+        )
+        low, start, high = self.sampling.sigma_mid, self.sampling.start_sigma, self.noise.sigma_max
+        require(
+            self.sampling.start == "noise" or low < start < high,
+            f"sampling.start_sigma = {start} must lie between sampling.sigma_mid = {low} and noise.sigma_max = {high}",
         )
         flow = self.objective.kind == "meanflow"
         require(

@@ -113,8 +113,9 @@ def _net_rows(spec: ModelSpec, cost: Cost) -> dict[str, str]:
         "steps" if diffusion else "two steps": (
             f"{DIFFUSION_STEPS} of Heun's method, two calls each"
             if diffusion
-            else f"σ = {spec.noise.sigma_max:g}, {spec.sigma_mid:g}"
+            else f"σ = {spec.first_sigma:g}, {spec.sigma_mid:g}"
         ),
+        "start": f"a Gaussian at σ = {spec.start.sigma:g}" if spec.start.sigma else "noise",
     }
 
 

@@ -16,6 +16,7 @@ from ict.files import DamagedFile
 from ict.nets import build_net
 from ict.precision import trunk
 from ict.reading import ConfigError, from_dict, require, to_dict
+from ict.start import Start, StartSpec
 
 
 class Scalings(NamedTuple):
@@ -58,10 +59,12 @@ class ConsistencyModel(nn.Module):
         image_shape: tuple[int, int, int],
         classes: int = 0,
         kind: str = "consistency",
+        start: StartSpec | None = None,
     ):
         super().__init__()
         self.net, self.noise, self.image_shape, self.classes, self.kind = net, noise, image_shape, classes, kind
         self.precision = "float32"  # of the net's trunk, see precision.py
+        self.start = Start(start, image_shape, classes=classes) if start and start.sigma else None
 
     @property
     def device(self) -> torch.device:
@@ -131,6 +134,7 @@ class ModelSpec:
     sigma_mid: float = 0.821
     net: NetConfig = field(default_factory=NetConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
+    start: StartSpec = field(default_factory=StartSpec)
 
     def __post_init__(self) -> None:
         require(self.kind in KINDS, f"kind = {self.kind!r}: this version does not know it")
@@ -143,6 +147,19 @@ class ModelSpec:
             self.noise.sigma_min < self.sigma_mid < self.noise.sigma_max,
             f"sigma_mid = {self.sigma_mid} must lie between {self.noise.sigma_min} and {self.noise.sigma_max}",
         )
+        require(
+            not self.start.sigma or self.sigma_mid < self.start.sigma < self.noise.sigma_max,
+            f"start.sigma = {self.start.sigma} must lie between {self.sigma_mid} and {self.noise.sigma_max}",
+        )
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        return self.channels, self.image_size, self.image_size
+
+    @property
+    def first_sigma(self) -> float:
+        """The noise level that samples begin at, unless another is asked for."""
+        return self.start.sigma or self.noise.sigma_max
 
     @classmethod
     def from_config(cls, config: Config, class_names: tuple[str, ...]) -> "ModelSpec":
@@ -154,6 +171,11 @@ class ModelSpec:
             sigma_mid=config.sampling.sigma_mid,
             net=config.net,
             noise=config.noise,
+            start=StartSpec.of(
+                config.sampling,
+                (config.data.channels, config.data.image_size, config.data.image_size),
+                classes=config.data.classes,
+            ),
         )
 
 
@@ -163,8 +185,8 @@ def build_model(spec: ModelSpec, *, seed: int = 0) -> ConsistencyModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = build_net(spec.net, image_size=spec.image_size, channels=spec.channels, classes=classes)
-    shape = (spec.channels, spec.image_size, spec.image_size)
-    return KINDS[spec.kind](net, spec.noise, image_shape=shape, classes=classes, kind=spec.kind)
+    about = {"image_shape": spec.image_shape, "classes": classes, "kind": spec.kind, "start": spec.start}
+    return KINDS[spec.kind](net, spec.noise, **about)
 
 
 # --- the model file: safetensors, with the spec as JSON in its header

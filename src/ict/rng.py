@@ -27,6 +27,7 @@ class Stream(IntEnum):
     SAMPLING = 6
     LABEL = 7
     INTERVAL = 8
+    START = 9
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -25,19 +25,21 @@ from ict.solvers import heun
 from ict.training.checkpoint import MANIFEST, average_name, check_checkpoint
 
 
-def level_ladder(steps: int, noise: NoiseConfig, *, sigma_mid: float) -> list[float]:
-    """The noise levels of `steps` network calls: σ_max first, σ_mid last, evenly spaced in σ^(1/ρ) between."""
+def level_ladder(steps: int, noise: NoiseConfig, *, sigma_mid: float, first: float = 0.0) -> list[float]:
+    """The noise levels of `steps` network calls: `first` (σ_max unless given), σ_mid last, even in σ^(1/ρ) between."""
     require(1 <= steps <= 1000, f"steps = {steps}: use 1 to 1000")
-    high, low = noise.sigma_max ** (1 / noise.rho), sigma_mid ** (1 / noise.rho)
+    first = first or noise.sigma_max
+    high, low = first ** (1 / noise.rho), sigma_mid ** (1 / noise.rho)
     inner = [(high + (low - high) * k / (steps - 1)) ** noise.rho for k in range(1, steps - 1)]
-    return [noise.sigma_max, *inner, *([sigma_mid] if steps > 1 else [])]
+    return [first, *inner, *([sigma_mid] if steps > 1 else [])]
 
 
-def trajectory(steps: int, noise: NoiseConfig) -> list[float]:
+def trajectory(steps: int, noise: NoiseConfig, *, first: float = 0.0) -> list[float]:
     """The noise levels that a diffusion model is sampled along: Karras' grid, falling; a last step leads to 0."""
     require(2 <= steps <= 1000, f"steps = {steps}: a diffusion model takes 2 to 1000 (usual are {DIFFUSION_STEPS})")
-    sigmas = karras_sigmas(steps, sigma_min=noise.sigma_min, sigma_max=noise.sigma_max, rho=noise.rho)
-    return [noise.sigma_max, *sigmas.flip(0)[1:-1].tolist(), noise.sigma_min]
+    first = first or noise.sigma_max
+    sigmas = karras_sigmas(steps, sigma_min=noise.sigma_min, sigma_max=first, rho=noise.rho)
+    return [first, *sigmas.flip(0)[1:-1].tolist(), noise.sigma_min]
 
 
 DIFFUSION_STEPS = 18
@@ -53,10 +55,12 @@ def check_ladder(sigmas: Sequence[float], spec: ModelSpec) -> list[float]:
     lowest = ladder[-1] if ladder else 0.0
     above = lowest > noise.sigma_min or (spec.kind == "diffusion" and lowest == noise.sigma_min)
     falling = all(a > b for a, b in itertools.pairwise(ladder))
+    highest, start = noise.sigma_max, spec.start.sigma
+    begins = bool(ladder) and (ladder[0] == highest or bool(start) and start <= ladder[0] < highest)
     require(
-        len(ladder) > 0 and falling and above and ladder[0] == noise.sigma_max,
-        f"sigmas = {ladder or sigmas}: give a list of falling noise levels that start at {noise.sigma_max} and stay "
-        f"above {noise.sigma_min}",
+        falling and above and begins,
+        f"sigmas = {ladder or sigmas}: give a list of falling noise levels that start at {highest}"
+        f"{f', or from {start} on,' if start else ''} and stay above {noise.sigma_min}",
     )
     return ladder
 
@@ -81,8 +85,8 @@ def sample_numbers(
     """Images number `numbers` (int64 [B]) of a seed, one network call for each of the falling `sigmas` (§2).
 
     A diffusion model is solved along them instead. Of a consistency model:
-    x ← f(σ_max z, σ_max); then for each further level x ← f(x + √(σ² − σ_min²) z, σ), with fresh z every time. The
-    noise is a function of (seed, number, call), so an image does not depend on the batch it is drawn in.
+    x ← f(σ_max z, σ_max), or of another start; then for each further level x ← f(x + √(σ² − σ_min²) z, σ), with fresh
+    z every time. The noise is a function of (seed, number, call), so an image does not depend on the batch it is in.
     """
     if model.kind == "diffusion":
         return solve(model, numbers, sigmas=sigmas, seed=seed, labels=labels, clip=clip)
@@ -95,11 +99,18 @@ def sample_numbers(
 def solve(
     model: ConsistencyModel, numbers: Tensor, *, sigmas: Sequence[float], seed: int, labels: Tensor | None, clip: bool
 ) -> Tensor:
-    """Heun's method on dx/dσ = (x − D(x, σ)) / σ from σ_max · z down the levels, and Euler's for the last step to 0."""
-    z = rng.normal(numbers, model.image_shape, seed=seed, step=0, stream=Stream.SAMPLING)
-
-    x = flow(model, sigmas[0] * z, sigmas=sigmas, labels=labels)
+    """Heun's method on dx/dσ = (x − D(x, σ)) / σ from the start down the levels, and Euler's for the last step to 0."""
+    x = begin(model, numbers, sigma=sigmas[0], seed=seed, labels=labels)
+    x = flow(model, x, sigmas=sigmas, labels=labels)
     return x.clamp(-1, 1) if clip else x
+
+
+def begin(model: ConsistencyModel, numbers: Tensor, *, sigma: float, seed: int, labels: Tensor | None) -> Tensor:
+    """What stands for noisy images number `numbers` of a level: σ_max · z; below that, what the model has for it."""
+    if sigma < model.noise.sigma_max:
+        assert model.start is not None
+        return model.start.draw(numbers, sigma=sigma, seed=seed, labels=labels)
+    return sigma * rng.normal(numbers, model.image_shape, seed=seed, step=0, stream=Stream.SAMPLING)
 
 
 def flow(model: ConsistencyModel, x: Tensor, *, sigmas: Sequence[float], labels: Tensor | None) -> Tensor:
@@ -126,9 +137,12 @@ def sample_call(
     clip: bool,
 ) -> Tensor:
     """One network call on images that have had `call` of them: noise of the level is added, and taken away."""
-    z = rng.normal(numbers, model.image_shape, seed=seed, step=call, stream=Stream.SAMPLING)
-    scale = sigma if call == 0 else (sigma**2 - model.noise.sigma_min**2) ** 0.5
-    x = answer(model, x + scale * z, torch.full((len(x),), sigma, device=x.device), labels)
+    if call == 0:
+        noisy = begin(model, numbers, sigma=sigma, seed=seed, labels=labels)
+    else:
+        z = rng.normal(numbers, model.image_shape, seed=seed, step=call, stream=Stream.SAMPLING)
+        noisy = x + (sigma**2 - model.noise.sigma_min**2) ** 0.5 * z
+    x = answer(model, noisy, torch.full((len(x),), sigma, device=x.device), labels)
     return x.clamp(-1, 1) if clip else x
 
 
@@ -169,7 +183,8 @@ class Generator:
     ) -> Tensor:
         """`n` images in [-1, 1] -> float32 [n, C, H, W], on the model's device.
 
-        `steps` network calls an image (1 unless given), or one for each of `sigmas` (falling, from σ_max); of a
+        `steps` network calls an image (1 unless given), or one for each of `sigmas` (falling; from σ_max, or from a level
+        that its Gaussian stands for); of a
         diffusion model, steps of Heun's method (18 unless given). `label` is one class for
         all images or one for each; a model with classes that is given none draws them at random. The same seed gives
         the same images whatever `n` and `batch`: the same noise to the bit, the net's answers up to rounding.
@@ -217,9 +232,9 @@ class Generator:
     def ladder(self, steps: int | None = None) -> list[float]:
         """The noise levels of `steps` steps, or of as many as the kind of model usually takes."""
         if self.spec.kind == "diffusion":
-            return trajectory(DIFFUSION_STEPS if steps is None else steps, self.spec.noise)
+            return trajectory(DIFFUSION_STEPS if steps is None else steps, self.spec.noise, first=self.spec.first_sigma)
         steps = 1 if steps is None else steps
-        return level_ladder(steps, self.spec.noise, sigma_mid=self.spec.sigma_mid)
+        return level_ladder(steps, self.spec.noise, sigma_mid=self.spec.sigma_mid, first=self.spec.first_sigma)
 
     def labels(self, n: int, label: int | str | Sequence[int | str] | None = None, *, seed: int = 0) -> Tensor | None:
         """The class number of each of n images -> int64 [n], or None for a model without classes."""

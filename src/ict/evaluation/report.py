@@ -85,11 +85,12 @@ def wording(generator: Generator) -> Wording:
             (f"{2 * fewer - 1} network calls an image", f"{2 * more - 1} network calls an image"),
             "A diffusion model is solved from pure noise by Heun's method, along Karras' noise levels.",
         )
+    begins = "a draw from a Gaussian that stands for noisy images" if generator.spec.start.sigma else "pure noise"
     return Wording(
         (1, 2),
         ("One step", "Two steps"),
         ("one network call an image", "two network calls an image"),
-        "One step is a single call of the network on pure noise; two steps start from the same noise, add noise of "
+        f"One step is a single call of the network on {begins}; two steps start from the same, add noise of "
         f"σ = {generator.spec.sigma_mid:g} to the result and call the network again.",
     )
 

@@ -59,7 +59,7 @@ class Ladder:
         self.numbers = torch.arange(samples, device=generator.device)
         self.sigmas: list[float] = []
         self.x = torch.zeros(samples, *generator.model.image_shape)  # on the CPU: the set may be large
-        self.settle(generator.spec.noise.sigma_max)
+        self.settle(generator.spec.first_sigma)
 
     def settle(self, sigma: float) -> None:
         """Make one more call for good."""
@@ -103,7 +103,7 @@ def tune(
     require(first > judge.net.dimension, f"--first {first}: use more than the {judge.net.dimension:,} features")
     sigmas = grid_of(generator)
     ladder = Ladder(generator, judge, samples=samples, seed=seed, batch=batch)
-    ceiling, score = LEVELS - 1, float("nan")
+    ceiling, score = int((sigmas < generator.spec.first_sigma).sum()), float("nan")
 
     def measure(count: int, place: int) -> float:
         sigma = sigmas[place].item()

@@ -40,7 +40,9 @@ def go_back(this: Run) -> None:
     attempt, spent = state.attempt + 1, state.seconds
     ended = this.budget.finished(state.step, spent)
     if found is None:
-        reset(state, fresh_model(this.config, this.spec))
+        fresh = fresh_model(this.config, this.spec)
+        fresh.start = state.model.start  # fitted once, and no matter of training
+        reset(state, fresh)
         this.log.resume({"count": 0, "loss": 0.0, "gradient": 0.0}, 0)
         this.guard.forget(GuardState())
     else:

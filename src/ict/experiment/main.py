@@ -22,11 +22,12 @@ from ict.evaluation.report import write_report
 from ict.experiment.goback import go_back, pick_up, read_attempt
 from ict.experiment.parts import Run, check_teacher, fresh_model, warn_on
 from ict.files import check_folder, explain, holds_run, list_checkpoints, write_atomically
-from ict.model import ModelSpec, pack_model
+from ict.model import ConsistencyModel, ModelSpec, pack_model
 from ict.objectives.keys import check_names, idle_keys
 from ict.ranks import ALONE, Ranks, device_of_rank, join_ranks
 from ict.reading import ConfigError, require, to_dict
 from ict.runfolder import bound_of, claim, leftovers, open_folder, same_images, teacher_identity
+from ict.start import fit
 from ict.training.budget import Budget
 from ict.training.checkpoint import Found, surroundings
 from ict.training.guard import Guard
@@ -97,6 +98,8 @@ def run_on(
     start = replace(config, training=replace(config.training, start="")) if resume else config  # it has weights already
     model = fresh_model(start, spec)
     set_up(config, model, where)
+    if not resume:
+        fit_start(config, model, images, ranks)
     state = new_state(config, model, ranks=ranks)
     compiles = where.type == "cuda" or config.speed.compile
     with console.status(f"the first step{', and compiling what is new here' if compiles else ''}"):
@@ -130,6 +133,17 @@ def run_on(
         finish(this)
     ranks.wait()
     return folder / "model.safetensors"
+
+
+def fit_start(config: Config, model: ConsistencyModel, images: Images, ranks: Ranks) -> None:
+    """Fit where samples begin, if the recipe has a Gaussian for it: on the main rank, for all."""
+    if model.start is None:
+        return
+    if ranks.main:
+        labels = images.labels if config.data.classes else None
+        with DataProgress("where samples begin") as progress:
+            fit(model.start, images.pixels, labels, flip=config.data.flip, progress=progress)
+    ranks.copy_main(model.start.buffers())
 
 
 def check_shares(config: Config, ranks: Ranks) -> None:

@@ -169,7 +169,7 @@ def fresh_model(config: Config, spec: ModelSpec) -> ConsistencyModel:
     there, here = nature_of(theirs), nature_of(spec)
     apart = [f"{key} is {there.get(key)} there, {here[key]} here" for key in here if there.get(key) != here[key]]
     require(not apart, f"training.start = {path}: its net is not the recipe's: {'; '.join(apart)}")
-    model.load_state_dict(other.state_dict())
+    model.net.load_state_dict(other.net.state_dict())
     return model
 
 

@@ -1,0 +1,184 @@
+"""Where samples begin: noise of σ_max (§2), or a Gaussian that stands for noisy images of a lower level.
+
+At σ_max nothing is left of an image, and noise is all there is to draw. But noisy images are easy to draw long before:
+where the noise is about as strong as what images have in common (their mean, and the few directions in which they vary
+most), it has smoothed away what is not Gaussian. So a Gaussian with the mean and the covariance of the noisy training
+images, one for each class, is drawn there, and the network is asked from there on. That is still one call, but on a
+question that is easier, and that the way from σ_max, on which a model makes mistakes, too, does not come before.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ict import rng
+from ict.config import SamplingConfig
+from ict.pixels import to_float
+from ict.reading import require
+from ict.rng import Stream
+
+DIRECTIONS = 256  # principal directions that are told apart …
+OWN = 64  # … and those of them in which each class has a covariance of its own
+NUMBERS = 2**22  # as far as a model file has room for them
+LOOKED_AT = 2**28  # numbers of the training images that are looked at, at most
+POWERS, EXTRA = 5, 32  # rounds of the search for the directions, and how many more are searched for
+PIECE = 2**11  # images at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartSpec:
+    """What a model file says of its start."""
+
+    sigma: float = 0.0  # the level of the Gaussian; 0: there is none, and samples begin at σ_max
+    directions: int = 0
+    own: int = 0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.sigma <= 1e6, f"start.sigma = {self.sigma}: not a noise level")
+        require(
+            0 <= self.own <= self.directions <= 4096 and (self.own > 0) == (self.sigma > 0),
+            f"start.sigma = {self.sigma:g} with directions = {self.directions} and own = {self.own}: not a start",
+        )
+
+    @classmethod
+    def of(cls, sampling: SamplingConfig, shape: tuple[int, int, int], *, classes: int) -> "StartSpec":
+        """What a recipe asks for."""
+        return cls() if sampling.start == "noise" else cls.sized(sampling.start_sigma, shape, classes=classes)
+
+    @classmethod
+    def sized(cls, sigma: float, shape: tuple[int, int, int], *, classes: int) -> "StartSpec":
+        """For images of a shape, as detailed as there is room for."""
+        numbers = math.prod(shape)
+        directions = max(1, min(DIRECTIONS, numbers, NUMBERS // numbers))
+        own = max(1, min(OWN, directions, math.isqrt(NUMBERS // max(1, classes))))
+        return cls(sigma=sigma, directions=directions, own=own)
+
+
+class Start(nn.Module):
+    """Noisy images of a level, drawn without a network: a Gaussian for each class, or for all, that `fit` has found."""
+
+    mean: Tensor  # [d]
+    basis: Tensor  # [directions, d], orthonormal; images vary most along the first ones
+    spread: Tensor  # [directions + 1] deviations along each, noise included, and in any direction beyond them
+    centres: Tensor  # [classes or 1, own] along the first directions, from the mean
+    factors: Tensor  # [classes or 1, own, own] lower triangles L: L Lᵀ is a class's covariance there, noise included
+
+    def __init__(self, spec: StartSpec, shape: tuple[int, int, int], *, classes: int):
+        super().__init__()
+        self.sigma, self.shape, kinds, numbers = spec.sigma, shape, max(1, classes), math.prod(shape)
+        sizes = {
+            "mean": (numbers,),
+            "basis": (spec.directions, numbers),
+            "spread": (spec.directions + 1,),
+            "centres": (kinds, spec.own),
+            "factors": (kinds, spec.own, spec.own),
+        }
+        for name, size in sizes.items():
+            self.register_buffer(name, torch.zeros(size))
+
+    @torch.no_grad()
+    def draw(self, numbers: Tensor, *, sigma: float, seed: int, labels: Tensor | None) -> Tensor:
+        """Noisy images number `numbers` (int64 [B]) of a seed, at its level or a higher one -> float32 [B, C, H, W].
+
+        They are made of the noise that a sample begins with at σ_max: the same number gives much the same image.
+        """
+        z = rng.normal(numbers, self.shape, seed=seed, step=0, stream=Stream.SAMPLING).flatten(1)
+        wide = torch.float32 if z.device.type == "mps" else torch.float64  # so that the size of a batch does not show
+        z, mean, basis, spread, centres, factors = (
+            each.to(wide) for each in (z, self.mean, self.basis, self.spread, self.centres, self.factors)
+        )
+        kinds, own = torch.zeros_like(numbers) if labels is None else labels, self.centres.shape[1]
+        along = z @ basis.T
+        first = centres[kinds] + (factors[kinds] @ along[:, :own, None])[:, :, 0]
+        x = torch.cat((first, spread[own:-1] * along[:, own:]), dim=1) @ basis
+        x = mean + x + spread[-1] * (z - along @ basis)
+        more = max(0.0, sigma**2 - self.sigma**2) ** 0.5
+        if more > 0:
+            x = x + more * rng.normal(numbers, self.shape, seed=seed, step=1, stream=Stream.START).flatten(1).to(wide)
+        return x.to(torch.float32).reshape(-1, *self.shape)
+
+
+@torch.no_grad()
+def fit(
+    start: Start,
+    pixels: Tensor,
+    labels: Tensor | None,
+    *,
+    flip: bool,
+    progress: Callable[[int, int], object] | None = None,
+) -> None:
+    """Fit a start to training images (uint8 [n, C, H, W]), on the device that it is on.
+
+    With `flip` each counts mirrored, too. `labels` are needed where the model has classes. `progress` is told of passes
+    over the images that are done, and of how many there are.
+    """
+    device, done, passes = start.mean.device, 0, POWERS + 3
+    room = max(2, LOOKED_AT // (pixels[0].numel() * (1 + flip)))
+    chosen = torch.arange(len(pixels))
+    chosen = chosen if len(pixels) <= room else (chosen[:room] * (len(pixels) / room)).long()
+
+    def images() -> Iterator[tuple[Tensor, Tensor]]:
+        """Images as rows of numbers from their mean, and their classes."""
+        nonlocal done
+        for some in chosen.split(PIECE):
+            rows = to_float(pixels[some].to(device))
+            kinds = torch.zeros_like(some) if labels is None else labels[some]
+            for view in (rows, rows.flip(-1)) if flip else (rows,):
+                yield view.flatten(1) - start.mean, kinds.to(device)
+        done += 1
+        if progress is not None:
+            progress(done, passes)
+
+    start.mean.zero_()
+    count, total, squares = 0, torch.zeros_like(start.mean, dtype=torch.float64), 0.0
+    for x, _ in images():
+        count, total, squares = count + len(x), total + x.double().sum(0), squares + x.double().square().sum().item()
+    start.mean.copy_(total / count)
+    variances = find_directions(start, images, count)
+    left = squares / count - (total / count).square().sum().item() - variances.sum().item()
+    rest = max(0.0, left) / max(1, len(start.mean) - len(variances))
+    start.spread.copy_((torch.cat((variances, variances.new_tensor([rest]))) + start.sigma**2).sqrt())
+    describe_classes(start, images)
+
+
+def find_directions(start: Start, images: Callable[[], Iterator[tuple[Tensor, Tensor]]], count: int) -> Tensor:
+    """The principal directions, by powers of the covariance -> the variances of the images along them."""
+    wanted, numbers = start.basis.shape
+    columns = min(numbers, wanted + EXTRA)
+    draws = torch.Generator().manual_seed(0)
+    found = torch.randn(numbers, columns, generator=draws).to(start.basis)
+    for _ in range(POWERS):
+        found = torch.linalg.qr(found)[0]
+        found = sum((x.T @ (x @ found) for x, _ in images()), torch.zeros_like(found)) / count
+    found = torch.linalg.qr(found)[0]
+    small = torch.zeros(columns, columns, dtype=torch.float64, device=found.device)
+    for x, _ in images():
+        along = (x @ found).double()
+        small += along.T @ along
+    variances, turn = torch.linalg.eigh(small / count)
+    start.basis.copy_((found.double() @ turn).T.flip(0)[:wanted])
+    return variances.flip(0)[:wanted].clamp_min(0)
+
+
+def describe_classes(start: Start, images: Callable[[], Iterator[tuple[Tensor, Tensor]]]) -> None:
+    """Mean and covariance of each class; each borrows a little of what all have in common, as some have few images."""
+    classes, own = start.centres.shape
+    size = torch.zeros(classes, 1, 1, dtype=torch.float64, device=start.centres.device)
+    first, second = size.new_zeros(classes, 1, own), size.new_zeros(classes, own, own)
+    for x, kinds in images():
+        along = (x @ start.basis[:own].T).double()
+        for kind in kinds.unique():
+            mine = along[kinds == kind]
+            size[kind] += len(mine)
+            first[kind] += mine.sum(0)
+            second[kind] += mine.T @ mine
+    means = first / size.clamp_min(1)
+    scatter = second - size * means.mT * means
+    share = own / (size + own) if classes > 1 else torch.zeros_like(size)
+    covariance = (1 - share) * scatter / size.clamp_min(1) + share * scatter.sum(0) / size.sum()
+    noise = start.sigma**2 * torch.eye(own, dtype=covariance.dtype, device=covariance.device)
+    start.centres.copy_(means[:, 0])
+    start.factors.copy_(torch.linalg.cholesky((covariance + covariance.mT) / 2 + noise))
