@@ -13,9 +13,9 @@ SOURCE = ROOT / "src" / "ict"
 # From docs/design.md: a room may import the rooms before it. The door may call anyone.
 ROOMS = [
     "reading", "config", "recipes", "files", "download", "device", "pixels", "precision", "ranks", "rng", "noise",
-    "solvers", "mixture", "curriculum", "weighting", "lpips", "distance", "nets", "start", "model", "recording", "objectives",
-    "data", "training", "runfolder", "sampling", "pictures", "display", "editing", "evaluation", "experiment", "cost",
-    "bench", "info", "studies", "interop", "serve",
+    "solvers", "mixture", "curriculum", "weighting", "lpips", "distance", "nets", "start", "model", "recording",
+    "objectives", "data", "training", "runfolder", "sampling", "pictures", "display", "editing", "evaluation",
+    "experiment", "cost", "bench", "info", "studies", "interop", "serve",
 ]  # fmt: skip
 DOOR = {"__init__", "__main__", "frontpage", "cli", "cli_data"}
 MODULES = sorted(SOURCE.rglob("*.py"))

@@ -272,7 +272,7 @@ class SpeedConfig:
         require(self.precision in PRECISIONS, f"speed.precision = {self.precision!r}: use {', '.join(PRECISIONS)}")
 
 
-STARTS = ("noise", "gaussian")
+STARTS = ("noise", "gaussian", "mixture")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,13 +280,15 @@ class SamplingConfig:
     """[sampling] How the model is best used."""
 
     sigma_mid: float = 0.821  # the last noise level of multistep sampling; 0.821 is the paper's for CIFAR-10
-    start: str = "noise"  # where samples begin: "noise" of sigma_max, or a "gaussian" that stands for noisy images
-    start_sigma: float = 4.0  # the noise level of that Gaussian
+    start: str = "noise"  # where samples begin: "noise" of sigma_max, or a "gaussian" or "mixture" for noisy images
+    start_sigma: float = 4.0  # the noise level of these
+    start_parts: int = 64  # Gaussians of a mixture
 
     def __post_init__(self) -> None:
         require(self.sigma_mid > 0, f"sampling.sigma_mid = {self.sigma_mid}: must be above 0")
-        require(self.start in STARTS, f"sampling.start = {self.start!r}: use {' or '.join(STARTS)}")
+        require(self.start in STARTS, f"sampling.start = {self.start!r}: use noise, gaussian or mixture")
         require(self.start_sigma > 0, f"sampling.start_sigma = {self.start_sigma}: must be above 0")
+        require(1 <= self.start_parts <= 4096, f"sampling.start_parts = {self.start_parts}: use 1 to 4096")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,7 +115,7 @@ def _net_rows(spec: ModelSpec, cost: Cost) -> dict[str, str]:
             if diffusion
             else f"σ = {spec.first_sigma:g}, {spec.sigma_mid:g}"
         ),
-        "start": f"a Gaussian at σ = {spec.start.sigma:g}" if spec.start.sigma else "noise",
+        "start": f"{spec.start.describe()} at σ = {spec.first_sigma:g}",
     }
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,6 +151,10 @@ class ModelSpec:
         require(
             not self.start.sigma or self.sigma_mid < self.start.sigma < self.noise.sigma_max,
             f"start.sigma = {self.start.sigma} must lie between {self.sigma_mid} and {self.noise.sigma_max}",
+        )
+        require(
+            self.start.directions <= math.prod(self.image_shape),
+            f"start.directions = {self.start.directions}: an image has only {math.prod(self.image_shape)} numbers",
         )
 
     @property

@@ -56,7 +56,7 @@ def check_ladder(sigmas: Sequence[float], spec: ModelSpec) -> list[float]:
     above = lowest > noise.sigma_min or (spec.kind == "diffusion" and lowest == noise.sigma_min)
     falling = all(a > b for a, b in itertools.pairwise(ladder))
     highest, start = noise.sigma_max, spec.start.sigma
-    begins = bool(ladder) and (ladder[0] == highest or bool(start) and start <= ladder[0] < highest)
+    begins = len(ladder) > 0 and (ladder[0] == highest or 0 < start <= ladder[0] < highest)
     require(
         falling and above and begins,
         f"sigmas = {ladder or sigmas}: give a list of falling noise levels that start at {highest}"
@@ -183,11 +183,11 @@ class Generator:
     ) -> Tensor:
         """`n` images in [-1, 1] -> float32 [n, C, H, W], on the model's device.
 
-        `steps` network calls an image (1 unless given), or one for each of `sigmas` (falling; from σ_max, or from a level
-        that its Gaussian stands for); of a
-        diffusion model, steps of Heun's method (18 unless given). `label` is one class for
-        all images or one for each; a model with classes that is given none draws them at random. The same seed gives
-        the same images whatever `n` and `batch`: the same noise to the bit, the net's answers up to rounding.
+        `steps` network calls an image (1 unless given), or one for each of `sigmas` (falling; from σ_max, or where the
+        model has another start, from its level or any above); of a diffusion model, steps of Heun's method (18 unless
+        given). `label` is one class for all images or one for each; a model with classes that is given none draws them
+        at random. The same seed gives the same images whatever `n` and `batch`: the same noise to the bit, the net's
+        answers up to rounding.
         `progress` is called with the number of images drawn so far.
         """
         images, drawn = [], 0

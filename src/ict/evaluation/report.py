@@ -77,15 +77,16 @@ class Wording(NamedTuple):
 
 
 def wording(generator: Generator) -> Wording:
+    start = generator.spec.start
+    begins = f"a draw from {start.describe()} that stands for noisy images" if start.sigma else "pure noise"
     if generator.spec.kind == "diffusion":
         fewer, more = DIFFUSION_STEPS // 2, DIFFUSION_STEPS
         return Wording(
             (fewer, more),
             (f"{fewer} steps", f"{more} steps"),
             (f"{2 * fewer - 1} network calls an image", f"{2 * more - 1} network calls an image"),
-            "A diffusion model is solved from pure noise by Heun's method, along Karras' noise levels.",
+            f"A diffusion model is solved from {begins} by Heun's method, along Karras' noise levels.",
         )
-    begins = "a draw from a Gaussian that stands for noisy images" if generator.spec.start.sigma else "pure noise"
     return Wording(
         (1, 2),
         ("One step", "Two steps"),
