@@ -291,6 +291,38 @@ def tune(
     )  # fmt: skip
 
 
+@app.command(help=COMMANDS["blend"])
+def blend(
+    model: Annotated[Path, typer.Argument(help="The folder of a run that keeps several averages (training.ema).")],
+    shares: Annotated[
+        str | None,
+        typer.Option(metavar="RATE:SHARE,…", help="This combination, without a search: 0.9998:1.25,0.9999:-0.25."),
+    ] = None,
+    data: DataOption = None,
+    data_path: DataPathOption = "",
+    split: Annotated[str | None, typer.Option(help="Which part of the real images.")] = None,
+    steps: Annotated[
+        str, typer.Option(metavar="N,…", help="Network calls a sample; several: the sum of their scores counts.")
+    ] = "1,2",
+    samples: Annotated[int, typer.Option(help="Samples that each try is scored by.")] = 10_000,
+    tries: Annotated[int, typer.Option(help="Combinations that are tried, at most.")] = 60,
+    seed: Annotated[int, typer.Option(help="The seed of the samples; not the one that is judged in the end.")] = 1,
+    features: FeaturesOption = None,
+    weights: WeightsOption = None,
+    batch: Annotated[int, typer.Option(help="Images computed at a time.")] = 250,
+    write: Annotated[Path | None, typer.Option(help="Write the best model to this file.")] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    require(write is None or write.suffix == ".safetensors", f"--write {write}: name a .safetensors file")
+
+    from ict.evaluation.blend import run_blend
+
+    run_blend(
+        model, shares=shares, data=data, data_path=data_path, split=split, steps=parse_steps(steps), samples=samples,
+        tries=tries, seed=seed, features=features, weights=weights, batch=batch, write=write, device=device,
+    )  # fmt: skip
+
+
 def parse_steps(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(one) for one in text.split(","))

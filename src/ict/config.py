@@ -288,7 +288,7 @@ class SamplingConfig:
         require(self.sigma_mid > 0, f"sampling.sigma_mid = {self.sigma_mid}: must be above 0")
         require(self.start in STARTS, f"sampling.start = {self.start!r}: use noise, gaussian or mixture")
         require(self.start_sigma > 0, f"sampling.start_sigma = {self.start_sigma}: must be above 0")
-        require(1 <= self.start_parts <= 4096, f"sampling.start_parts = {self.start_parts}: use 1 to 4096")
+        require(1 <= self.start_parts <= 1024, f"sampling.start_parts = {self.start_parts}: use 1 to 1024")
 
 
 @dataclass(frozen=True, kw_only=True)

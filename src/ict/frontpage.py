@@ -7,6 +7,7 @@ COMMANDS = {
     "sample": "Draw images from a trained model.",
     "eval": "Score a model, or saved images: FID, KID, precision, recall.",
     "tune": "Find the best noise levels for two and more steps.",
+    "blend": "Find the best combination of the averages that a run has kept.",
     "report": "Write the page of a run again.",
     "data": "Inspect, prepare or bring a set of images.",
     "bench": "Measure how fast a recipe trains and samples here.",

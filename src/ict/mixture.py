@@ -92,7 +92,7 @@ MIXTURE = Mixture(
 class ExactDiffusion(nn.Module):
     """The mixture's denoiser as a diffusion model, for instance as a teacher."""
 
-    kind, image_shape, classes = "diffusion", SHAPE, 0
+    kind, image_shape, classes, start = "diffusion", SHAPE, 0, None
 
     def __init__(self, mixture: Mixture = MIXTURE):
         super().__init__()

@@ -107,8 +107,7 @@ def solve(
 
 def begin(model: ConsistencyModel, numbers: Tensor, *, sigma: float, seed: int, labels: Tensor | None) -> Tensor:
     """What stands for noisy images number `numbers` of a level: σ_max · z; below that, what the model has for it."""
-    if sigma < model.noise.sigma_max:
-        assert model.start is not None
+    if model.start is not None and sigma < model.noise.sigma_max:
         return model.start.draw(numbers, sigma=sigma, seed=seed, labels=labels)
     return sigma * rng.normal(numbers, model.image_shape, seed=seed, step=0, stream=Stream.SAMPLING)
 

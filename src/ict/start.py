@@ -46,7 +46,7 @@ class StartSpec:
             f"start.sigma = {self.sigma:g} with directions = {self.directions} and own = {self.own}: not a start",
         )
         require(
-            0 <= self.parts <= 4096 and (self.sigma > 0 or not self.parts),
+            0 <= self.parts <= 1024 and (self.sigma > 0 or not self.parts),
             f"start.parts = {self.parts}: not those of a mixture",
         )
 
@@ -111,7 +111,8 @@ class Start(nn.Module):
         which, own = torch.zeros_like(numbers) if labels is None else labels, self.centres.shape[1]
         if self.shares is not None:
             u = rng.uniform(numbers, 1, seed=seed, step=0, stream=Stream.START)[:, 0]
-            ladder = self.shares.to(wide).cumsum(1)[which]
+            # Running sums; a GPU refuses torch's own where it has to be deterministic.
+            ladder = (self.shares.to(wide) @ torch.ones(len(centres), len(centres)).to(centres).triu())[which]
             which = (ladder <= u.to(wide)[:, None] * ladder[:, -1:]).sum(1).clamp(max=len(centres) - 1)
         along = z @ basis.T
         first = centres[which] + (factors[which] @ along[:, :own, None])[:, :, 0]
@@ -140,8 +141,8 @@ def fit(
     device, done = start.mean.device, 0
     passes = POWERS + 3 + (0 if start.shares is None else NEAREST + ROUNDS)
     room = max(2, LOOKED_AT // (pixels[0].numel() * (1 + flip)))
-    chosen = torch.arange(len(pixels))
-    chosen = chosen if len(pixels) <= room else (chosen[:room] * (len(pixels) / room)).long()
+    count = min(len(pixels), room)
+    chosen = (torch.arange(count, dtype=torch.float64) * (len(pixels) / count)).long()  # from everywhere
 
     def images() -> Iterator[tuple[Tensor, Tensor]]:
         """Images as rows of numbers from their mean, and their classes."""
