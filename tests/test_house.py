@@ -17,7 +17,7 @@ ROOMS = [
     "objectives", "data", "training", "runfolder", "sampling", "pictures", "display", "editing", "evaluation",
     "experiment", "cost", "bench", "info", "studies", "interop", "serve",
 ]  # fmt: skip
-DOOR = {"__init__", "__main__", "frontpage", "cli", "cli_data"}
+DOOR = {"__init__", "__main__", "frontpage", "cli", "cli_data", "cli_judge"}
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 

@@ -31,7 +31,7 @@ NOISE = NoiseConfig()
 class Exact(nn.Module):
     """A diffusion model whose denoiser is a formula."""
 
-    kind, noise, image_shape, classes = "diffusion", NOISE, (1, 8, 8), 0
+    kind, noise, image_shape, classes, start = "diffusion", NOISE, (1, 8, 8), 0, None
 
     def __init__(self, denoise):
         super().__init__()
