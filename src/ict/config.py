@@ -339,6 +339,15 @@ class Config:
             self.sampling.start == "noise" or low < start < high,
             f"sampling.start_sigma = {start} must lie between sampling.sigma_mid = {low} and noise.sigma_max = {high}",
         )
+        require(
+            self.sampling.start == "noise" or self.data.image_size <= 128,
+            f"sampling.start = {self.sampling.start!r} is for images of up to 128 pixels a side: leave it out",
+        )
+        require(
+            self.sampling.start == "noise" or self.objective.coupling == "independent",
+            f"sampling.start = {self.sampling.start!r} stands for images with independent noise, but "
+            "objective.coupling teaches another: leave one of them out",
+        )
         flow = self.objective.kind == "meanflow"
         require(
             self.net.intervals or not flow,

@@ -203,7 +203,10 @@ def pack_model(spec: ModelSpec, weights: dict[str, Tensor], origin: dict[str, An
     """The bytes of a model file. `origin` says where the weights come from: run, step, EMA rate."""
     # One entry: safetensors writes several in random order, and the same model should be the same bytes.
     weights = {name: tensor.detach().cpu().resolve_neg().contiguous() for name, tensor in weights.items()}
-    about = {"format": FORMAT, "spec": to_dict(spec), "origin": origin}
+    described = to_dict(spec)
+    if not spec.start.sigma:  # a file without one is as it was before there were any
+        del described["start"]
+    about = {"format": FORMAT, "spec": described, "origin": origin}
     return safetensors.torch.save(weights, metadata={"ict": json.dumps({**about, "digest": digest(about, weights)})})
 
 

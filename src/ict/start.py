@@ -25,8 +25,9 @@ OWN = 64  # … and those of them in which each class has a covariance of its ow
 NUMBERS = 2**22  # as far as a model file has room for them
 LOOKED_AT = 2**28  # numbers of the training images that are looked at, at most
 POWERS, EXTRA = 5, 32  # rounds of the search for the directions, and how many more are searched for
-PIECE = 2**11  # images at a time
+PIECE, AT_ONCE = 2**11, 2**23  # images, and numbers, at a time
 NEAREST, ROUNDS = 8, 16  # rounds of k-means, which EM begins with, and of EM
+NOISY, FEWEST = 10, 2**15  # noisy images that EM wants for each number of its parts' centres, and at least
 WORK = {"cpu": 2**36, "cuda": 2**41}  # products that a round of EM may take, which bounds the images it looks at
 
 
@@ -42,7 +43,7 @@ class StartSpec:
     def __post_init__(self) -> None:
         require(0 <= self.sigma <= 1e6, f"start.sigma = {self.sigma}: not a noise level")
         require(
-            0 <= self.own <= self.directions <= 4096 and (self.own > 0) == (self.sigma > 0),
+            0 <= self.own <= self.directions <= DIRECTIONS and (self.own > 0) == (self.sigma > 0) and self.own <= OWN,
             f"start.sigma = {self.sigma:g} with directions = {self.directions} and own = {self.own}: not a start",
         )
         require(
@@ -110,10 +111,11 @@ class Start(nn.Module):
         )
         which, own = torch.zeros_like(numbers) if labels is None else labels, self.centres.shape[1]
         if self.shares is not None:
-            u = rng.uniform(numbers, 1, seed=seed, step=0, stream=Stream.START)[:, 0]
+            there = numbers.cpu() if numbers.device.type == "mps" else numbers  # no float64 there
+            u = rng.uniform(there, 1, seed=seed, step=0, stream=Stream.START)[:, 0].to(wide).to(z.device)
             # Running sums; a GPU refuses torch's own where it has to be deterministic.
             ladder = (self.shares.to(wide) @ torch.ones(len(centres), len(centres)).to(centres).triu())[which]
-            which = (ladder <= u.to(wide)[:, None] * ladder[:, -1:]).sum(1).clamp(max=len(centres) - 1)
+            which = (ladder <= u[:, None] * ladder[:, -1:]).sum(1).clamp(max=len(centres) - 1)
         along = z @ basis.T
         first = centres[which] + (factors[which] @ along[:, :own, None])[:, :, 0]
         x = torch.cat((first, spread[own:-1] * along[:, own:]), dim=1) @ basis
@@ -141,12 +143,14 @@ def fit(
     device, done = start.mean.device, 0
     passes = POWERS + 3 + (0 if start.shares is None else NEAREST + ROUNDS)
     room = max(2, LOOKED_AT // (pixels[0].numel() * (1 + flip)))
-    count = min(len(pixels), room)
-    chosen = (torch.arange(count, dtype=torch.float64) * (len(pixels) / count)).long()  # from everywhere
+    chosen = torch.arange(len(pixels))
+    if len(pixels) > room:  # some, from everywhere: sets are often in an order
+        chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))[:room].sort().values
+    piece = max(1, min(PIECE, AT_ONCE // pixels[0].numel()))
 
     def images() -> Iterator[tuple[Tensor, Tensor]]:
         """Images as rows of numbers from their mean, and their classes."""
-        for some in chosen.split(PIECE):
+        for some in chosen.split(piece):
             rows = to_float(pixels[some].to(device))
             kinds = torch.zeros_like(some) if labels is None else labels[some]
             for view in (rows, rows.flip(-1)) if flip else (rows,):
@@ -194,7 +198,10 @@ def find_directions(start: Start, images: Callable[[], Iterator[tuple[Tensor, Te
 
 
 def describe_classes(start: Start, images: Callable[[], Iterator[tuple[Tensor, Tensor]]]) -> None:
-    """Mean and covariance of each class; each borrows a little of what all have in common, as some have few images."""
+    """Mean and covariance of each class. Some have few images: each borrows of what all have in common.
+
+    Its mean is drawn to the mean of all as far as chance alone would make means of so few images differ.
+    """
     classes, own = start.centres.shape
     size = torch.zeros(classes, 1, 1, dtype=torch.float64, device=start.centres.device)
     first, second = size.new_zeros(classes, 1, own), size.new_zeros(classes, own, own)
@@ -207,8 +214,12 @@ def describe_classes(start: Start, images: Callable[[], Iterator[tuple[Tensor, T
             second[kind] += mine.T @ mine
     means = first / size.clamp_min(1)
     scatter = second - size * means.mT * means
+    pooled = scatter.sum(0) / size.sum()
     share = own / (size + own) if classes > 1 else torch.zeros_like(size)
-    covariance = (1 - share) * scatter / size.clamp_min(1) + share * scatter.sum(0) / size.sum()
+    covariance = (1 - share) * scatter / size.clamp_min(1) + share * pooled
+    chance = pooled.diagonal() / size.clamp_min(1)  # variance of a mean, [classes, 1, own]
+    apart = ((size * (means.square() - chance)).sum(0) / size.sum()).clamp_min(0)  # of what the means are of
+    means = means * torch.where(apart > 0, apart / (apart + chance), 0.0 if classes > 1 else 1.0)
     noise = start.sigma**2 * torch.eye(own, dtype=covariance.dtype, device=covariance.device)
     start.centres.copy_(means[:, 0])
     start.factors.copy_(torch.linalg.cholesky((covariance + covariance.mT) / 2 + noise))
@@ -221,6 +232,9 @@ def fit_parts(start: Start, images: Callable[[], Iterator[tuple[Tensor, Tensor]]
     rows = [((x @ start.basis[:own].T), kinds) for x, kinds in images()]
     places, kinds = (torch.cat(each) for each in zip(*rows, strict=True))
     room = max(50 * parts, WORK.get(places.device.type, WORK["cpu"]) // (parts * own**2))
+    again = min(room, max(FEWEST, NOISY * own * parts)) // len(places)
+    if again > 1:  # the noise of few images would be taken for what they are
+        places, kinds = places.repeat(again, 1), kinds.repeat(again)
     draws = torch.Generator().manual_seed(0)
     if len(places) > room:
         chosen = torch.randperm(len(places), generator=draws)[:room].to(places.device)

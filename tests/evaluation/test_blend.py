@@ -10,6 +10,7 @@ from helpers import tiny_config
 from rich.console import Console
 from typer.testing import CliRunner
 
+import ict.evaluation.blend
 from ict.cli import app
 from ict.evaluation.blend import FINEST, blend, directions, parse_shares, search, show_shares
 from ict.experiment import run
@@ -110,6 +111,20 @@ def test_the_command_searches_and_writes_a_model(trained, tmp_path):
     assert again.read_bytes() == out.read_bytes()
 
 
+def test_a_blend_that_answers_no_numbers_does_not_end_the_search(trained, monkeypatch):
+    real, calls = ict.evaluation.blend.score_of, []
+
+    def score(*arguments):
+        calls.append(1)
+        if len(calls) in (1, 3):
+            raise ConfigError("the model gives numbers that are not finite")
+        return real(*arguments)
+
+    monkeypatch.setattr(ict.evaluation.blend, "score_of", score)
+    code, said = invoke("blend", trained, "--samples", 100, "--tries", 4, "--steps", 1)
+    assert code == 0 and said.count("FD-digits inf") == 2 and "best: --shares 0.99:1\n" not in said
+
+
 def test_shares_given_by_hand_make_that_model(trained, tmp_path):
     out = tmp_path / "b.safetensors"
     assert invoke("blend", trained, "--shares", "0.9:1.5,0.99:-0.5", "--write", out)[0] == 0
@@ -120,7 +135,9 @@ def test_shares_given_by_hand_make_that_model(trained, tmp_path):
 
 def test_what_cannot_be_blended_is_refused(trained, tmp_path):
     code, said = invoke("blend", trained / "model.safetensors")
-    assert code != 0 and "no run with checkpoints" in said
+    assert code != 0 and "give the folder of a run" in said
+    code, said = invoke("blend", tmp_path / "nowhere")
+    assert code != 0 and "there is no run at" in said
     code, said = invoke("blend", trained, "--shares", "0.9:1")
     assert code != 0 and "--write" in said
     code, said = invoke("blend", trained, "--tries", 0)

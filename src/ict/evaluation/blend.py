@@ -4,6 +4,7 @@ Each average weighs the steps of a run by its own falling exponential; a sum of 
 them by a curve of another shape, whose best form nobody knows before the run. It costs no training, only scores.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from ict.device import pick_device
 from ict.evaluation.evaluate import Plan, data_of, models_of, open_judge
 from ict.evaluation.judge import Judge, draw, look
 from ict.evaluation.metrics import frechet_distance
-from ict.files import check_target, write_atomically
+from ict.files import check_target, list_checkpoints, write_atomically
 from ict.model import pack_model, read_model
 from ict.reading import ConfigError, require
 from ict.sampling import Generator, find_model, load
+from ict.training.checkpoint import MANIFEST
 
 Shares = tuple[float, ...]
 STEP, FINEST = 0.25, 0.05  # how far a share is moved at first, and at last
@@ -102,6 +104,11 @@ def run_blend(
     if write is not None:
         check_target("--write", write)
     place, console = pick_device(device), Console()
+    require(model.exists(), f"there is no run at {model}")
+    require(
+        bool(list_checkpoints(model)) or (model / MANIFEST).is_file(),
+        f"{model} holds no averages: give the folder of a run that has saved a checkpoint",
+    )
     usual, *others = (rate for _, rate in models_of(model, ema="all", checkpoints=False) if rate is not None)
     rates = sorted([usual, *others])
     require(bool(others), f"{model} has kept one average, {usual}: give several in training.ema to blend them")
@@ -110,13 +117,18 @@ def run_blend(
     if shares is not None:
         best = parse_shares(shares, rates)
     else:
+        for each in steps:
+            generator.ladder(each)  # refused before images are looked at
         config = data_of(model, data, data_path, split, generator)
         judge = open_judge(config, features=features, weights=weights, device=place, samples=samples)
         begin = tuple(float(rate == usual) for rate in rates)
 
         def score(given: Shares) -> float:
             generator.model.load_state_dict(blend(averages, given))
-            found = score_of(generator, judge, plan)
+            try:
+                found = score_of(generator, judge, plan)
+            except ConfigError:  # samples that are not numbers: too far out
+                found = [math.inf]
             text = " / ".join(f"{one:.3f}" for one in found)
             console.print(
                 f"  {show_shares(given, rates)}   {judge.net.frechet} {text}", highlight=False, soft_wrap=True
