@@ -35,7 +35,8 @@ from ict.objectives.score import DataScore
 from ict.ranks import ALONE
 from ict.recipes import find_recipe, load_recipe
 from ict.recording import _known
-from ict.sampling import Generator
+from ict.sampling import Generator, load
+from ict.start import Start, StartSpec, fit
 from ict.training.budget import Budget
 from ict.training.guard import Guard
 from ict.training.log import RunLog
@@ -560,3 +561,28 @@ def test_derivatives_along_a_path_are_the_cpus(kind, net):
         gradients.append(torch.cat([p.grad.flatten().cpu() for p in model.parameters() if p.grad is not None]))
     assert torch.allclose(*losses, rtol=1e-3, atol=1e-5)
     assert (gradients[0] - gradients[1]).norm() < 2e-3 * gradients[0].norm()
+
+
+@pytest.mark.parametrize("parts", [0, 6])
+def test_a_start_is_the_same_on_a_gpu(parts):
+    images = load_images(tiny_config().data)
+    spec = StartSpec.sized(1.0, (1, 8, 8), classes=10, parts=parts)
+    numbers, labels, drawn = torch.arange(4000), torch.arange(4000) % 10, []
+    for device in ("cpu", "cuda"):
+        start = Start(spec, (1, 8, 8), classes=10).to(device)
+        fit(start, images.pixels, images.labels, flip=True)
+        x = start.draw(numbers.to(device), sigma=1.5, seed=0, labels=labels.to(device)).cpu()
+        drawn.append(x.double().flatten(1))
+    a, b = drawn
+    if parts == 0:  # no chance in the fit; EM has its noise from the device
+        assert torch.allclose(a, b, atol=1e-2)
+    assert (a.mean(0) - b.mean(0)).abs().max() < 0.15
+    assert (torch.cov(a.T) - torch.cov(b.T)).abs().max() < 0.3
+
+
+@pytest.mark.parametrize("start", ["gaussian", "mixture"])
+def test_a_deterministic_run_has_a_start(start, tmp_path):
+    sampling = {"start": start, "start_sigma": 2.0, "start_parts": 5}
+    path = run(tiny_config(sampling=sampling, training={"steps": 4}), tmp_path / "run", device="cuda", console=quiet())
+    generator = load(path, device="cuda")
+    assert generator.sample(20, steps=2).isfinite().all() and generator.ladder(2)[0] == 2.0

@@ -122,26 +122,39 @@ def run_blend(
         config = data_of(model, data, data_path, split, generator)
         judge = open_judge(config, features=features, weights=weights, device=place, samples=samples)
         begin = tuple(float(rate == usual) for rate in rates)
-
-        def score(given: Shares) -> float:
-            generator.model.load_state_dict(blend(averages, given))
-            try:
-                found = score_of(generator, judge, plan)
-            except ConfigError:  # samples that are not numbers: too far out
-                found = [math.inf]
-            text = " / ".join(f"{one:.3f}" for one in found)
-            console.print(
-                f"  {show_shares(given, rates)}   {judge.net.frechet} {text}", highlight=False, soft_wrap=True
-            )
-            return sum(found)
-
-        best, _ = search(score, begin, tries=tries)
+        best = find_shares(generator, averages, rates, judge, plan, begin, tries=tries, console=console)
         print(f"best: --shares {show_shares(best, rates)}")
     if write is not None:
         origin = {**generator.origin, "ema": show_shares(best, rates)}
         generator.model.load_state_dict(blend(averages, best))
         write_atomically(write, pack_model(generator.spec, generator.model.cpu().state_dict(), origin))
         print(f"model: {write}")
+
+
+def find_shares(
+    generator: Generator,
+    averages: Sequence[Mapping[str, Tensor]],
+    rates: Sequence[float],
+    judge: Judge,
+    plan: Plan,
+    begin: Shares,
+    *,
+    tries: int,
+    console: Console,
+) -> Shares:
+    """The search with samples of a generator, whose weights it changes; each try is told of."""
+
+    def score(given: Shares) -> float:
+        generator.model.load_state_dict(blend(averages, given))
+        try:
+            found = score_of(generator, judge, plan)
+        except ConfigError:  # samples that are not numbers: too far out
+            found = [math.inf]
+        text = " / ".join(f"{one:.3f}" for one in found)
+        console.print(f"  {show_shares(given, rates)}   {judge.net.frechet} {text}", highlight=False, soft_wrap=True)
+        return sum(found)
+
+    return search(score, begin, tries=tries)[0]
 
 
 def weights_of(path: Path, device: torch.device) -> dict[str, Tensor]:

@@ -95,12 +95,7 @@ def run_on(
         read_records(folder / "eval.json")  # damaged: said now, not after hours
     check_teacher(config, spec)
     teacher = teacher_identity(config) if ranks.main else ""  # now: its file may be gone by the first checkpoint
-    start = replace(config, training=replace(config.training, start="")) if resume else config  # it has weights already
-    model = fresh_model(start, spec)
-    set_up(config, model, where)
-    if not resume:
-        fit_start(config, model, images, ranks)
-    state = new_state(config, model, ranks=ranks)
+    state = first_state(config, spec, images, ranks, where, resume=resume)
     compiles = where.type == "cuda" or config.speed.compile
     with console.status(f"the first step{', and compiling what is new here' if compiles else ''}"):
         seconds = rehearse(config, state, images, ranks)
@@ -133,6 +128,18 @@ def run_on(
         finish(this)
     ranks.wait()
     return folder / "model.safetensors"
+
+
+def first_state(
+    config: Config, spec: ModelSpec, images: Images, ranks: Ranks, where: torch.device, *, resume: bool
+) -> TrainState:
+    """What a run begins with; one that goes on has weights and a start already, which will be put there."""
+    begin = replace(config, training=replace(config.training, start="")) if resume else config
+    model = fresh_model(begin, spec)
+    set_up(config, model, where)
+    if not resume:
+        fit_start(config, model, images, ranks)
+    return new_state(config, model, ranks=ranks)
 
 
 def fit_start(config: Config, model: ConsistencyModel, images: Images, ranks: Ranks) -> None:
