@@ -114,7 +114,7 @@ class Start(nn.Module):
             there = numbers.cpu() if numbers.device.type == "mps" else numbers  # no float64 there
             u = rng.uniform(there, 1, seed=seed, step=0, stream=Stream.START)[:, 0].to(wide).to(z.device)
             # Running sums; a GPU refuses torch's own where it has to be deterministic.
-            ladder = (self.shares.to(wide) @ torch.ones(len(centres), len(centres)).to(centres).triu())[which]
+            ladder = (self.shares.to(wide) @ centres.new_ones(len(centres), len(centres)).triu())[which]
             which = (ladder <= u[:, None] * ladder[:, -1:]).sum(1).clamp(max=len(centres) - 1)
         along = z @ basis.T
         first = centres[which] + (factors[which] @ along[:, :own, None])[:, :, 0]

@@ -13,14 +13,14 @@ from rich.console import Console
 from torch import Tensor
 
 from ict.device import pick_device
-from ict.evaluation.evaluate import Plan, data_of, models_of, open_judge
+from ict.evaluation.evaluate import Plan, data_of, open_judge
 from ict.evaluation.judge import Judge, draw, look
 from ict.evaluation.metrics import frechet_distance
 from ict.files import check_target, list_checkpoints, write_atomically
 from ict.model import pack_model, read_model
 from ict.reading import ConfigError, require
-from ict.sampling import Generator, find_model, load
-from ict.training.checkpoint import MANIFEST
+from ict.sampling import Generator
+from ict.training.checkpoint import MANIFEST, average_name, check_checkpoint
 
 Shares = tuple[float, ...]
 STEP, FINEST = 0.25, 0.05  # how far a share is moved at first, and at last
@@ -105,15 +105,17 @@ def run_blend(
         check_target("--write", write)
     place, console = pick_device(device), Console()
     require(model.exists(), f"there is no run at {model}")
+    newest = [model, *list_checkpoints(model)][-1]
     require(
-        bool(list_checkpoints(model)) or (model / MANIFEST).is_file(),
+        (newest / MANIFEST).is_file(),
         f"{model} holds no averages: give the folder of a run that has saved a checkpoint",
     )
-    usual, *others = (rate for _, rate in models_of(model, ema="all", checkpoints=False) if rate is not None)
+    usual, *others = check_checkpoint(newest)["recipe"]["training"]["ema"]
     rates = sorted([usual, *others])
     require(bool(others), f"{model} has kept one average, {usual}: give several in training.ema to blend them")
-    generator = load(model, ema=rates[0], device=place)
-    averages = [weights_of(find_model(model, ema=rate), place) for rate in rates]
+    found = [read_model(newest / average_name(rate)) for rate in rates]
+    averages = [{name: one.to(place, copy=True) for name, one in each.state_dict().items()} for each, _, _ in found]
+    generator = Generator(*found[0]).to(place)
     if shares is not None:
         best = parse_shares(shares, rates)
     else:
@@ -155,10 +157,6 @@ def find_shares(
         return sum(found)
 
     return search(score, begin, tries=tries)[0]
-
-
-def weights_of(path: Path, device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in read_model(path)[0].state_dict().items()}
 
 
 @torch.inference_mode()
